@@ -122,12 +122,14 @@ DDP = "net = Model(layer)\nmodel = DistributedDataParallel(net, %s)\n"
 FSDP = """
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 net = Model(layer)
-options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if %(mixed)s else {}
+half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+options = {"mp_policy": half} if %(mixed)s else {}
 for each in net.layers:
     if %(nested)s:
         fully_shard(each.up, **options)
+        fully_shard(each.down, **options)
     fully_shard(each, **options)
-model = fully_shard(net, **options)
+model = fully_shard(net)
 """
 
 
@@ -177,9 +179,10 @@ def events(tmp_path: Path, rank: int, kind: type) -> list[Any]:
     [
         DDP % "find_unused_parameters=True",
         DDP % "static_graph=True, gradient_as_bucket_view=True",
+        FSDP % {"mixed": False, "nested": False},
         FSDP % {"mixed": True, "nested": True},
     ],
-    ids=["ddp", "ddp static", "fsdp2 mixed and nested"],
+    ids=["ddp", "ddp static", "fsdp2", "fsdp2 mixed and nested"],
 )
 def test_the_ranks_choose_alike_at_the_same_iterations(
     wrap: str, warm: WarmPython, tmp_path: Path

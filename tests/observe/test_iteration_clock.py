@@ -271,7 +271,9 @@ for _ in range(2):
     observed, plain = served(program), served(program, plain=True)
     assert (observed["code"], plain["code"]) == (0, 0)
     assert json.loads(observed["out"].splitlines()[-1])["window"] == "done"
-    logged = [re.sub(r"\d+", "N", done["err"]) for done in (observed, plain)]
+    # A build for CUDA says once that it finds no GPU, by whichever profiler is the first.
+    once = r"ERROR:.* gpuGetDeviceCount failed .*\n|\d+"
+    logged = [re.sub(once, "", done["err"]) for done in (observed, plain)]
     assert "profiler" in logged[1]  # else there would be nothing to compare
     assert logged[0] == logged[1]
 

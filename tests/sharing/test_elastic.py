@@ -51,7 +51,7 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
         (("--drop-last", "--workers", "1", "--epochs", "2"), [[7, 3], [0, 10]]),
         # A rank that counts its batches and was idle for some would break at another iteration.
         (("--break-after", "6"), [[7, 3], [10, 0]]),
-        (("--loader-per-epoch", "--samples", "64"), [[7, 3], [10, 0], [4, 6]]),
+        (("--loader-per-epoch", "--samples", "96"), [[7, 3], [10, 0], [4, 6]]),
         # Of seven samples one rank has more than the other, and of the last one all.
         (("--sampler", "plain", "--batch", "7"), [[5, 5], [5, 5]]),
         (("--halves",), [[7, 3], [5, 5], [0, 10]]),

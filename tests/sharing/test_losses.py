@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+FSDPModule = pytest.importorskip("torch.distributed.fsdp").FSDPModule
 HERE = Path(__file__).parent
 BENCHMARK = HERE.parents[1] / "benchmarks" / "share_losses.py"
 
@@ -18,7 +18,7 @@ def test_the_loss_curve_is_that_of_the_solo_run():
     command = [sys.executable, str(BENCHMARK), "--epochs", "3", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    rows = json.loads(ended.stdout)["rows"]
+    rows = json.loads(ended.stdout.splitlines()[-1])["rows"]  # after what gloo prints in torch 2.8
     assert len(rows) == 4
     for row in rows:
         assert row["repeats_within"] == 0.0, row  # else the difference would say nothing
@@ -55,7 +55,13 @@ def kinds(tmp_path_factory):
         "accumulated",
         "accumulated later",
         "accumulated later, summed up each time",
-        "sharded, accumulated later",
+        pytest.param(
+            "sharded, accumulated later",
+            marks=pytest.mark.skipif(
+                not hasattr(FSDPModule, "set_custom_reduce_scatter"),
+                reason="this PyTorch cannot weight the gradients of fully_shard; kilter says so",
+            ),
+        ),
     ],
 )
 def test_sums_and_accumulated_gradients_are_those_of_the_solo_run(kinds, kind):

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kilter.observe import torch_internals
+from kilter.observe.torch_internals import fsdp
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -54,8 +55,6 @@ KEEPS_CACHE = (
     "reads that, config.use_cache = False allows it"
 )
 FSDP = "torch.distributed.fsdp"
-FSDP_CASTS = "_cast_forward_inputs"
-"""What its hooks belong to has this where they cast inputs also when a module runs again."""
 _ABSENT: Any = object()
 
 
@@ -77,6 +76,8 @@ class OwnCheckpointing:
         """What the program can do about it that no model was found; empty: nothing."""
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
         """Of each attribute that is set: the value, and what stood in its place."""
+        self._again: list[Any] = []
+        """Hooks by which sharded modules run again as they ran before."""
 
     def look(self) -> bool:
         """See which modules are called in the iteration that begins. `False` if that has been
@@ -122,6 +123,8 @@ class OwnCheckpointing:
     def switch_on(self, share: float = 1.0) -> None:
         """From the next iteration on blocks are checkpointed: this share of the modules with flags,
         the first ones that are called, whose tensors would be kept for longest."""
+        parts = {id(part): part for model in self._alive() for part in model.modules()}
+        self._again += [handle for part in parts.values() for handle in fsdp.run_again_alike(part)]
         flags = self._flags()
         flagged = {id(module) for module, _ in flags}
         blocks = [
@@ -140,6 +143,8 @@ class OwnCheckpointing:
     def switch_off(self) -> None:
         """All is as it was found, but for what the program has set since. Twice is once."""
         self._look_away()
+        while self._again:
+            self._again.pop().remove()
         while self._before:
             reference, name, value, before = self._before.pop()
             module = reference()
@@ -220,10 +225,10 @@ def _class_of(module: Module) -> type:
 
 def _may_run_again(part: Module) -> bool:
     """A part of a model does nothing but what its library has written, and FSDP where it shards
-    the part: its hooks see that the part runs again."""
+    the part: its hooks see that the part runs again, and those of `fsdp` do what they leave out."""
     hooks = *part._forward_pre_hooks.values(), *part._forward_hooks.values()
     return (
-        all(hasattr(getattr(hook, "__self__", None), FSDP_CASTS) for hook in hooks)
+        all(fsdp.state_of(hook) is not None for hook in hooks)
         and not (part._backward_pre_hooks or part._backward_hooks)
         and "forward" not in vars(part)
         and _library_of(_class_of(part)) in VOUCHED

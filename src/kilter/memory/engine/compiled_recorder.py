@@ -38,7 +38,7 @@ from torch.utils import cpp_extension
 name, source, directory = sys.argv[1:]
 cpp_extension.load(
     name=name, sources=[source], build_directory=directory,
-    extra_cflags=["-O2", "-std=c++17"], is_python_module=False,
+    extra_cflags=["-O2"], is_python_module=False,  # torch adds the version of C++ that it needs
 )
 """
 

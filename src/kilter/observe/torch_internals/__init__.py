@@ -4,7 +4,8 @@ A new PyTorch is checked against this package: `missing()` names what is gone, a
 shows that. Modules of kilter write `torch_internals.current_node()`; a name is looked up when it is
 used for the first time, so nothing here imports torch before the program does. Attributes that
 every saved tensor is asked for (`ATTRIBUTES`) stand where they are read: a call for each would cost
-more than the read. `branches.py` has the names of `kilter.parallel`, as it uses them.
+more than the read. `branches.py` has the names of `kilter.parallel`, as it uses them, and `fsdp.py`
+what differs between versions of FSDP2.
 
 The rooms `memory`, `parallel`, `clocks`, `sharing` and `session` stand above `observe`, so all of
 them may import this.
@@ -29,7 +30,7 @@ NO_SIZE = "`kilter size` cannot be used"
 NO_BRANCHES = "branches run serially"
 
 
-SUPPORTED = "2.8 to 2.13"
+SUPPORTED = "2.8 to 2.15"
 """Versions of PyTorch."""
 
 
@@ -40,8 +41,8 @@ class Internal(NamedTuple):
     without: str
     """What kilter does in a PyTorch that has no such name."""
     versions: str = SUPPORTED
-    """In which it is there, of those that kilter supports. Both ends were looked at, in builds
-    without CUDA: the files of 2.8.0, and the names of 2.13.0."""
+    """In which it is there, of those that kilter supports. 2.8.0, 2.11.0 and 2.15.0 (builds with
+    CUDA) and 2.13.0 (without) have all names."""
     replaced: bool = False
     """kilter puts a function of its own in its place for a time, so it is looked up each time."""
     only_cuda: bool = False
@@ -213,7 +214,8 @@ ATTRIBUTES = {
     "_get_ddp_logging_data": "DDP: the name of the script's own communication hook",
     "_fsdp_param_groups": "states of FSDP: the parameters that are gathered together",
     "_fsdp_param_group": "states of FSDP: the same, where there is one at most",
-    "_cast_forward_inputs": "states of FSDP: inputs are cast where a module runs again, too",
+    "_mp_policy": "states of FSDP: to which types inputs and outputs are cast",
+    "_cast_forward_inputs": "states of FSDP: inputs are cast where a module runs again (2.13)",
     "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }

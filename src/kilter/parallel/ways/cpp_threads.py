@@ -45,7 +45,7 @@ def _library() -> Any:
         return cpp_extension.load(
             name="kilter_branch_runner",
             sources=[str(Path(__file__).with_name("runner.cpp"))],
-            extra_cflags=["-O2", "-std=c++17"],
+            extra_cflags=["-O2"],  # torch adds the version of C++ that it needs
         )
     except (RuntimeError, OSError, ImportError) as error:
         text = f"the C++ runner cannot be built ({first_line(error)})"

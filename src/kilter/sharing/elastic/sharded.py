@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kilter.observe.torch_internals.fsdp import groups_of
 from kilter.sharing.elastic.groups import Reduction
 
 if TYPE_CHECKING:
@@ -25,11 +26,15 @@ def is_sharded(model: Any) -> bool:
 
 
 def waiting_gradients(model: FSDPModule) -> Iterator[torch.Tensor | None]:
-    """Those that `set_requires_gradient_sync(False)` has left unsummed."""
+    """Those that `set_requires_gradient_sync(False)` has left unsummed, each once: in PyTorch 2.15
+    what FSDP calls accumulated is the parameter's own gradient."""
     for module in _modules(model):
         for parameter in (each for group in _groups(module) for each in group.fsdp_params):
-            yield parameter.unsharded_accumulated_grad
-            yield getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
+            own = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            yield own
+            if accumulated is not own:
+                yield accumulated
 
 
 def sharding_flaw(
@@ -119,8 +124,5 @@ def _modules(model: FSDPModule) -> list[Any]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """FSDP's parameter groups of one module; a module without parameters has none."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    """FSDP's parameter groups of one module."""
+    return groups_of(module._get_fsdp_state())

@@ -23,7 +23,8 @@ def recorder_is_built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kilter.memory.engine import compiled_recorder
 
     root = tmp_path_factory.getbasetemp()
-    state = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "recorder"
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    state = root / "a recorder"  # paths may have spaces
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(state))
         patch.setenv(compiled_recorder.BUILD, "on")

@@ -21,6 +21,12 @@ def left(state: Path) -> set[str]:
     return {path.suffix for path in state.rglob("*") if path.is_file()}
 
 
+def build_by(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """This Python program takes the compiler's place."""
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(compiled_recorder, "_command", lambda compiler, made: command)
+
+
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert compiled_recorder.to_build()
@@ -34,7 +40,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled_recorder.shutil, "which", lambda name: name)
-    monkeypatch.setattr(compiled_recorder, "_BUILDING", "raise SystemExit('no room for objects')")
+    build_by(monkeypatch, "raise SystemExit('error: no room for objects')")
     reason = compiled_recorder.build()
     assert reason is not None
     assert "no room for objects" in reason.text
@@ -43,7 +49,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(
 
 def test_a_build_that_hangs_is_ended(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_recorder.shutil, "which", lambda name: name)
-    monkeypatch.setattr(compiled_recorder, "_BUILDING", "import time; time.sleep(600)")
+    build_by(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(compiled_recorder, "LONGEST_BUILD_S", 0.2)
     reason = compiled_recorder.build()
     assert reason is not None

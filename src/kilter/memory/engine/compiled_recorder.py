@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -32,15 +33,6 @@ LONGEST_BUILD_S = 300
 BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
-_BUILDING = """
-import sys
-from torch.utils import cpp_extension
-name, source, directory = sys.argv[1:]
-cpp_extension.load(
-    name=name, sources=[source], build_directory=directory,
-    extra_cflags=["-O2"], is_python_module=False,  # torch adds the version of C++ that it needs
-)
-"""
 
 
 def library() -> Any:
@@ -75,7 +67,8 @@ class RecorderBuild(threading.Thread):
 def build(over: threading.Event | None = None) -> Reason | None:
     """Build it; takes about a minute. The reason if it cannot be built, or was `over` before."""
     path = built_path()
-    if shutil.which("c++") is None and shutil.which("g++") is None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
         return _not_built("no C++ compiler was found (c++ or g++ on the PATH)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,18 +77,32 @@ def build(over: threading.Event | None = None) -> Reason | None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks wait for the one that builds
             if path.exists():
                 return None
-            command = [sys.executable, "-c", _BUILDING, _NAME, str(_SOURCE), directory]
-            errors = Path(directory, "errors")
-            code = _finish(command, errors, over or threading.Event())
-            made = Path(directory, f"{_NAME}.so")
+            made, errors = Path(directory, f"{_NAME}.so"), Path(directory, "errors")
+            code = _finish(_command(compiler, made), errors, over or threading.Event())
             if code != 0 or not made.exists():
-                lines = errors.read_text(errors="replace").split("\n")
-                told = [line for line in lines if line.strip()]
-                return _not_built(told[-1] if told else f"exit code {code}")
+                told = errors.read_text(errors="replace").split("\n")
+                why = [line for line in told if "error" in line] or [f"exit code {code}"]
+                return _not_built(why[0])
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         return _not_built(str(error))
     return None
+
+
+def _command(compiler: str, made: Path) -> list[str]:
+    """(`torch.utils.cpp_extension` would need ninja, and no space in any path.)"""
+    home = Path(torch.__file__).parent
+    include = home / "include"
+    headers = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    abi = int(torch.compiled_with_cxx11_abi())
+    return [
+        *(compiler, "-std=c++20", "-O2", "-fPIC", "-shared"),
+        *(f"-DTORCH_EXTENSION_NAME={_NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(flag for path in headers for flag in ("-isystem", str(path))),
+        *("-o", str(made), str(_SOURCE), f"-L{home / 'lib'}"),
+        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+    ]
 
 
 def _finish(command: list[str], errors: Path, over: threading.Event) -> int:

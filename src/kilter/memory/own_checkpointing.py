@@ -124,7 +124,8 @@ class OwnCheckpointing:
         """From the next iteration on blocks are checkpointed: this share of the modules with flags,
         the first ones that are called, whose tensors would be kept for longest."""
         parts = {id(part): part for model in self._alive() for part in model.modules()}
-        self._again += [handle for part in parts.values() for handle in fsdp.run_again_alike(part)]
+        for part in parts.values():
+            self._again.extend(fsdp.run_again_alike(part))
         flags = self._flags()
         flagged = {id(module) for module, _ in flags}
         blocks = [

@@ -100,9 +100,9 @@ def read_kineto(
     pieces the trace holds. `iteration_s` is the time of an iteration without the profiler where
     that is known: kernels keep their times, gaps shrink or grow to fit (on the host's timeline
     all times do). `breathe` is called now and then, for a caller that shares the interpreter with
-    something more important; `warn` is told what was left out. Without `flops` no bytes of
-    operations are counted either: a product of matrices of which only the bytes are known looks
-    memory-bound.
+    something more important; `warn` gets a sentence where something was left out. Without `flops`
+    no bytes of operations are counted either: a product of matrices of which only the bytes are
+    known looks memory-bound.
 
     `FileError` if the file is missing, malformed or truncated, or holds no work.
     """

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=MIB,
         metavar="N",
-        help="data smaller than this are kept on the device (1MiB)",
+        help="tensors smaller than this stay on the device (1MiB)",
     )
     parser.add_argument(
         "--chrome", type=output_file, metavar="FILE", help="write a Chrome trace here"

@@ -464,7 +464,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute",
         default="operations",
         choices=("operations", "segments", "auto"),
-        help="of memory",
+        help="what is recomputed under a memory budget",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

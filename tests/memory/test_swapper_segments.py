@@ -21,7 +21,7 @@ from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.segments import levels
+from kilter.memory.plan.segments import Extent, levels
 
 pytestmark = pytest.mark.usefixtures("recorder")
 
@@ -167,12 +167,13 @@ def governed(
     make: Make, batch: Callable[[], Tensor], share: float, *, segments: bool = True, **how: Any
 ) -> tuple[list[Tensor], SwapReport, list[str]]:
     """The same training under a budget of `share` of the plain peak, and what calls were tried with
-    success."""
+    success, as a whole."""
     swapper = within(share, make, batch, segments=segments)
     with swapper:
         found = trained(make, batch, **how)
         records = swapper.records()
-    return found, swapper.report(), [one.name for record in records for one in record.segments]
+    tried = [one for record in records for one in record.segments if one.extent is Extent.ALL]
+    return found, swapper.report(), [one.name for one in tried]
 
 
 @pytest.fixture
@@ -187,8 +188,8 @@ def only(report: SwapReport) -> MemoryPlan:
 
 
 def named(record: PassRecord, name: str) -> list[SavedSegment]:
-    """The calls of modules of this class that were tried with success."""
-    return [one for one in record.segments if one.name == name]
+    """The calls of modules of this class that were tried with success, as a whole."""
+    return [one for one in record.segments if one.name == name and one.extent is Extent.ALL]
 
 
 def leave_in_forward(record: PassRecord, calls: list[SavedSegment]) -> bool:

@@ -404,6 +404,7 @@ class PassKinds:
                 segment.last,
                 sum(data[number].size_bytes for number in segment.members) or 1,
                 segment.recompute_s,
+                segment.extent,
             )
             for segment in found
         ]

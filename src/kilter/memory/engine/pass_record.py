@@ -17,6 +17,7 @@ from typing import Any
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.memory.plan.problem import IdleInterval, Link, Problem, aligned
+from kilter.memory.plan.segments import Extent
 
 FOREIGN = 0
 """Event: something saved in another pass is used."""
@@ -64,7 +65,7 @@ class SavedTensor:
 
 @dataclass(slots=True, kw_only=True)
 class SavedSegment:
-    """The call of a module that is recomputed as a whole."""
+    """The call of a module that is recomputed at one time."""
 
     name: str
     """The class of the module."""
@@ -87,6 +88,7 @@ class SavedSegment:
     """Most memory that running it again takes, beside what it makes."""
     recompute_s: float
     """Measured; all that it makes was bitwise equal then."""
+    extent: Extent = Extent.ALL
     copied: frozenset[int] = frozenset()
     """Under a plan: those of the sources of which the call keeps a copy."""
 
@@ -380,6 +382,8 @@ class _Intervals:
         self._recompute = recompute
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
         """By tensor, the segment that makes it."""
+        self._read: set[int] = set()
+        """Tensors that a segment reads of its own call. Their recipes may read the segment's."""
         self._index: dict[int, int] = {}
         """By tensor, its interval."""
         self.intervals: list[IdleInterval] = []
@@ -411,6 +415,7 @@ class _Intervals:
             together=True,
         )
         self._together.update(dict.fromkeys(members, (segment, interval)))
+        self._read.update(n for n in segment.sources if record.data[n].packed_at >= segment.first)
         return before
 
     def put(self, number: int) -> None:
@@ -432,7 +437,8 @@ class _Intervals:
     def _put_alone(self, number: int) -> None:
         datum = self._record.data[number]
         offloads = self._to_host is None or number in self._to_host
-        absence = self._record.absence(datum, offload=offloads, recompute=self._recompute)
+        recompute = self._recompute and number not in self._read
+        absence = self._record.absence(datum, offload=offloads, recompute=recompute)
         if absence is None or datum.size_bytes < self._min_bytes:
             return
         after, before, recompute_s = absence

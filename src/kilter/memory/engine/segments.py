@@ -28,6 +28,7 @@ from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.pass_record import COPIED_SHARE
 from kilter.memory.engine.recompute import Foreign
 from kilter.memory.engine.store import EVICTED, Saved, Store, View
+from kilter.memory.plan.segments import Extent
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -53,36 +54,53 @@ class _Running(NamedTuple):
     arguments: list[recording.Given]
     """The tensors that the module was called with."""
 
+    @classmethod
+    def of(cls, recorder: recording.CallRecorder, arguments: Any) -> _Running:
+        """A call begins."""
+        given = [
+            recording.Given(tensor, tensor._version, None)
+            for tensor in tensors_in(arguments)
+            if type(tensor) is torch.Tensor
+        ]
+        return cls(recorder, recorder.position, len(recorder.kept), given)
+
+
+class _Input:
+    """A saved tensor that a call reads. It is not held in a trial, where it may be recomputed from
+    what the call makes."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, reference: Callable[[], Saved | None]) -> None:
+        self.reference = reference
+
+    @property
+    def saved(self) -> Saved:
+        saved = self.reference()
+        assert saved is not None
+        return saved
+
+    def __call__(self) -> torch.Tensor:
+        """Of the whole storage; the type is not read."""
+        return self.saved.store.tensor_of(View(self.saved, _NOBODY, torch.uint8, None))
+
 
 class ModuleCall:
     """One call of a module, while it runs, and after that as far as it can be recomputed."""
 
     def __init__(
-        self,
-        calls: ModuleCalls,
-        module: torch.nn.Module,
-        arguments: Any,
-        recorder: recording.CallRecorder,
-        first: int,
+        self, calls: ModuleCalls, module: torch.nn.Module, running: _Running, first: int
     ) -> None:
         self._calls = calls
-        self.running: _Running | None = _Running(
-            recorder,
-            recorder.position,
-            len(recorder.kept),
-            [
-                recording.Given(tensor, tensor._version, None)
-                for tensor in tensors_in(arguments)
-                if type(tensor) is torch.Tensor
-            ],
-        )
+        self.running: _Running | None = running
         self.module = module
         self.first = first
         """Event of the pass that is the first one inside."""
         self.last = -1
         self.expected: Any = None
         """What its observer expects of it."""
-        self.inputs: list[View] = []
+        self.extent = Extent.ALL
+        self.inputs: list[_Input] = []
         """What it reads of the engine's tensors."""
         self.held: list[HeldSource] = []
         """Tensors that it reads, and that nobody else may hold when its own are evicted."""
@@ -98,6 +116,13 @@ class ModuleCall:
         self.told = False
         """Whoever may change what it reads has its tensors recomputed before."""
 
+    def of_extent(self, extent: Extent) -> ModuleCall:
+        """The same call, of which this much is to be recomputed."""
+        assert self.running is not None
+        call = ModuleCall(self._calls, self.module, self.running, self.first)
+        call.last, call.extent = self.last, extent
+        return call
+
     # The end of the call
 
     def made(self, saved: Saved) -> int | None:
@@ -107,11 +132,28 @@ class ModuleCall:
         number = recorder.storage_of(saved)
         return number if number >= 0 and recorder.made_at(number) >= begin else None
 
+    def cheap(self, members: Iterable[int], data: Iterable[Saved]) -> set[int]:
+        """Those of `members`, storages, for which no costly operation has to run where all other
+        tensors that were saved are there."""
+        assert self.running is not None
+        recorder = self.running.recorder
+        there = {number for saved in data if (number := recorder.storage_of(saved)) >= 0}
+        found = set()
+        for number in members:
+            try:
+                rerun, _ = recorder.program(self.running.begin, [number], there - {number})
+            except Foreign:
+                continue
+            if not any(recording.is_costly(name) for name in rerun.operations()):
+                found.add(number)
+        return found
+
     def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
         tensors of the pass so far. `Foreign` if they cannot be recomputed."""
         self.members = [saved.itself for saved in members.values()]
-        self._resolve(list(members), list(members.values()), data)
+        there = self.extent is not Extent.ALL
+        self._resolve(list(members), list(members.values()), data, there=there, weak=True)
 
     def ended_as_planned(self, sources: Iterable[Saved], copied: frozenset[int]) -> None:
         """The same under a plan, with the tensors that are read; `copied` are the numbers of those
@@ -122,7 +164,7 @@ class ModuleCall:
         if len(like) < len(self.members):
             raise Foreign("what was saved is gone")
         wanted = self.running.recorder.numbers_of(like)
-        self._resolve(wanted, members, sources, copied, like)
+        self._resolve(wanted, members, sources, copied, like, there=True)
 
     def _resolve(
         self,
@@ -131,15 +173,20 @@ class ModuleCall:
         data: Iterable[Saved],
         copied: frozenset[int] = frozenset(),
         like: Sequence[torch.Tensor] = (),
+        *,
+        there: bool,
+        weak: bool = False,
     ) -> None:
+        """`there`: all of `data` are read, and none of them is made; else casts alone are. `weak`:
+        they are not held for that."""
         running = self.running
         assert running is not None
         recorder = running.recorder
         found = {recorder.storage_of(saved): saved for saved in data}
-        casts = {number for number, saved in found.items() if saved.cast and number >= 0}
+        read = {n for n, saved in found.items() if n >= 0 and (there or saved.cast)}
         kept = recorder.kept_since(running.kept)
-        there = casts.union(kept).difference(wanted)
-        rerun, given = recorder.program(running.begin, wanted, there, like)
+        read = read.union(kept).difference(wanted)
+        rerun, given = recorder.program(running.begin, wanted, read, like)
         self._made_bytes = sum(saved.size_bytes for saved in members)
         left_bytes = COPIED_SHARE * self._made_bytes
         for number, one in given.items():
@@ -147,7 +194,7 @@ class ModuleCall:
             if saved is None:
                 left_bytes -= self._hold(running, number, one, kept.get(number), left_bytes)
             else:
-                self._read(number, one, saved, copied)
+                self._read(number, one, saved, copied, weak=weak)
                 left_bytes -= saved.size_bytes if saved.number in copied else 0
         if left_bytes < 0:
             raise Foreign("reads too much that would have to be copied")
@@ -159,14 +206,15 @@ class ModuleCall:
         given: recording.Given | None,
         saved: Saved,
         copied: frozenset[int],
+        *,
+        weak: bool,
     ) -> None:
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
         if saved.number in copied:
             self._sources[number] = self._calls.copy_of_saved(saved)
             return
-        # (Without a layout of its own it is the whole storage; the type is not read.)
-        self.inputs.append(View(saved, _NOBODY, torch.uint8, None))
+        self.inputs.append(_Input(saved.itself if weak else lambda: saved))
         self._sources[number] = self.inputs[-1]
 
     def _hold(
@@ -233,7 +281,7 @@ class ModuleCall:
 
     def read(self) -> list[object]:
         """What must not change before the tensors are made."""
-        return [*(view.saved for view in self.inputs), *(one.tensor for one in self.parameters)]
+        return [*(one.saved for one in self.inputs), *(one.tensor for one in self.parameters)]
 
     def reference(self, saved: Saved) -> Callable[[], Saved | None]:
         """Gives an evicted tensor; to fetch it recomputes all that are."""
@@ -443,7 +491,7 @@ class ModuleCalls:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         recorder = recording.begin(self._guard, self._compiled)
-        call = ModuleCall(self, module, arguments, recorder, found[0])
+        call = ModuleCall(self, module, _Running.of(recorder, arguments), found[0])
         call.expected = found[1]
         opened.append(call)
         self.present = None if self._nested else call

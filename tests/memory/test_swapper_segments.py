@@ -16,12 +16,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kilter.memory.engine import CpuStandIn, Swapper, pass_kinds, segments
+from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.segments import Extent, levels
+from kilter.memory.plan.segments import levels
 
 pytestmark = pytest.mark.usefixtures("recorder")
 
@@ -167,19 +167,19 @@ def governed(
     make: Make, batch: Callable[[], Tensor], share: float, *, segments: bool = True, **how: Any
 ) -> tuple[list[Tensor], SwapReport, list[str]]:
     """The same training under a budget of `share` of the plain peak, and what calls were tried with
-    success, as a whole."""
+    success."""
     swapper = within(share, make, batch, segments=segments)
     with swapper:
         found = trained(make, batch, **how)
         records = swapper.records()
-    tried = [one for record in records for one in record.segments if one.extent is Extent.ALL]
-    return found, swapper.report(), [one.name for one in tried]
+    return found, swapper.report(), [one.name for record in records for one in record.segments]
 
 
 @pytest.fixture
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are recomputed, whatever was measured; nor is time spent on finding out."""
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+    monkeypatch.setattr(call_choice, "best_set", lambda choices, _: levels(choices)[0])
+    monkeypatch.setattr(call_choice, "levels", lambda _: [])
 
 
 def only(report: SwapReport) -> MemoryPlan:
@@ -188,8 +188,8 @@ def only(report: SwapReport) -> MemoryPlan:
 
 
 def named(record: PassRecord, name: str) -> list[SavedSegment]:
-    """The calls of modules of this class that were tried with success, as a whole."""
-    return [one for one in record.segments if one.name == name and one.extent is Extent.ALL]
+    """The calls of modules of this class that were tried with success."""
+    return [one for one in record.segments if one.name == name]
 
 
 def leave_in_forward(record: PassRecord, calls: list[SavedSegment]) -> bool:

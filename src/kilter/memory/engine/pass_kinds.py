@@ -6,8 +6,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -17,6 +16,7 @@ from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.call_choice import chosen_calls
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
@@ -25,9 +25,7 @@ from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
 from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
-from kilter.memory.plan.mix import EACH_S, roughly
-from kilter.memory.plan.problem import Link, Problem
-from kilter.memory.plan.segments import SegmentChoice, best_set
+from kilter.memory.plan.problem import Link
 from kilter.memory.plan.simulate import simulate
 
 SETTLED_STEPS = 2
@@ -372,15 +370,16 @@ class PassKinds:
         out, back = kind.slow
         link = slower(self._link.less(self.taken), out=out, back=back)
         make_problem = partial(
-            kind.record.problem,
+            PassRecord.problem,
             link=link,
             budget_bytes=kind.may_use(budget_bytes),
             min_bytes=self._min_bytes,
             host_room_bytes=room_bytes,
             recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
         )
-        kind.segments = self._worth_calling(kind, make_problem)
-        problem, numbers = make_problem(segments=kind.segments)
+        calls = self._planner == "mix"
+        kind.segments = chosen_calls(kind.record, make_problem, self._alone_s) if calls else ()
+        problem, numbers = make_problem(kind.record, segments=kind.segments)
         value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {
@@ -389,36 +388,6 @@ class PassKinds:
         }
         self._make_room(total)
         return self._settled_in(self._made_ready(kind, problem, numbers, value, places))
-
-    def _worth_calling(
-        self, kind: PassKind, make_problem: Callable[..., tuple[Problem, tuple[int, ...]]]
-    ) -> tuple[SavedSegment, ...]:
-        """The calls of modules that are recomputed as a whole."""
-        found = kind.record.segments
-        if not found or self._planner != "mix":
-            return ()
-        data = kind.record.data
-        choices = [
-            SegmentChoice(
-                segment.first,
-                segment.last,
-                sum(data[number].size_bytes for number in segment.members) or 1,
-                segment.recompute_s,
-                segment.extent,
-            )
-            for segment in found
-        ]
-
-        def cost_s(chosen: tuple[int, ...], below_s: float) -> float:
-            problem, _ = make_problem(segments=tuple(found[i] for i in chosen))
-            try:
-                schedule, outcome = roughly(problem, below_s)
-            except PlanError:
-                return math.inf
-            alone = sum(not problem.intervals[i].together for i in schedule.recomputed)
-            return outcome.iteration_s + EACH_S * len(schedule.recomputed) + self._alone_s * alone
-
-        return tuple(found[i] for i in best_set(choices, cost_s))
 
     def retain(self) -> None:
         """A pass has departed from its plan and retains its graph, above the budget: tensors that

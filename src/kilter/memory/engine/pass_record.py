@@ -10,14 +10,13 @@ Values and arithmetic only; the hooks are in `tensor_hooks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.memory.plan.problem import IdleInterval, Link, Problem, aligned
-from kilter.memory.plan.segments import Extent
 
 FOREIGN = 0
 """Event: something saved in another pass is used."""
@@ -88,7 +87,8 @@ class SavedSegment:
     """Most memory that running it again takes, beside what it makes."""
     recompute_s: float
     """Measured; all that it makes was bitwise equal then."""
-    extent: Extent = Extent.ALL
+    reads: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """By member that can be made without all the others, the tensors it is made from then."""
     copied: frozenset[int] = frozenset()
     """Under a plan: those of the sources of which the call keeps a copy."""
 
@@ -231,6 +231,49 @@ class PassRecord:
             for number in sorted(segment.members)
             if self._freed_by(segment, number) and self.data[number].needed_at is not None
         )
+
+    def part(self, segment: SavedSegment, chosen: Set[int]) -> SavedSegment:
+        """The same call, of which only the chosen tensors are recomputed: what it ran made the same
+        bits, and now less of it runs, from more of what was saved."""
+        members = segment.members & chosen
+        sources = frozenset[int]().union(*(segment.reads[number] for number in members)) - members
+        took_s = self._took_s(segment)
+        return replace(
+            segment,
+            members=members,
+            sources=sources,
+            closed=sources - (segment.sources - segment.closed),
+            recompute_s=sum(took_s[number] for number in members),
+        )
+
+    def taken_apart(self, segments: Sequence[SavedSegment]) -> PassRecord:
+        """As if what these calls have saved could be recomputed one by one."""
+        data = list(self.data)
+        for segment in segments:
+            took_s = self._took_s(segment)
+            casts = segment.sources - segment.closed
+            for number, read in segment.reads.items():
+                data[number] = replace(
+                    data[number],
+                    recompute_s=took_s[number],
+                    sources=tuple(sorted(read)),
+                    closed=tuple(sorted(read - casts)),
+                    in_backward=False,
+                )
+        return replace(self, data=tuple(data))
+
+    def _took_s(self, segment: SavedSegment) -> dict[int, float]:
+        """What each tensor of a call takes. What is not known of single ones is the rest of the
+        call, by bytes."""
+        known = {
+            number: recompute_s
+            for number in segment.members
+            if (recompute_s := self.data[number].recompute_s) is not None
+        }
+        unknown = segment.members - known.keys()
+        rest_s = max(0.0, segment.recompute_s - sum(known.values()))
+        rest_bytes = sum(self.data[number].size_bytes for number in unknown)
+        return known | {n: rest_s * self.data[n].size_bytes / rest_bytes for n in unknown}
 
     def prepared(self, segment: SavedSegment) -> SavedSegment:
         """The same with the tensors that are evicted and recomputed together, and the sources that

@@ -12,7 +12,6 @@ The recorder is registered at a dispatch key of PyTorch that nothing else uses. 
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cache
@@ -66,14 +65,7 @@ _UNORDERED = frozenset(
 )  # fmt: skip
 """On a GPU they add floating point numbers in no fixed order (torch.use_deterministic_algorithms
 has the list)."""
-_COSTLY = re.compile(r"mm|conv|linear|attention|einsum|rnn|lstm|gru")
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_costly(operation: str) -> bool:
-    """By its name: a product of matrices, a convolution or attention, which take far longer for
-    each byte that they make than what only reads and writes memory."""
-    return _COSTLY.search(operation) is not None
 
 
 class Ref(NamedTuple):

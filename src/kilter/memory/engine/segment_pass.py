@@ -17,7 +17,6 @@ from kilter.memory.engine.recompute import Foreign, Unlike
 from kilter.memory.engine.segments import ModuleCall, ModuleCalls, tensors_in
 from kilter.memory.engine.store import PREFETCHING, Saved, Store
 from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
-from kilter.memory.plan.segments import Extent
 
 if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
@@ -120,29 +119,13 @@ class SegmentPass:
             if storage is not None and saved.key not in returned and not saved.cast:
                 members[storage] = saved
         total_bytes = sum(saved.size_bytes for saved in members.values())
-        if total_bytes > LARGEST_SHARE * watch.expected_bytes:
+        if not members or total_bytes > LARGEST_SHARE * watch.expected_bytes:
             return
-        data = watch.saved_since(0)
-        cheap = call.cheap(members, data)
-        alone = {storage for storage, saved in members.items() if saved.recipe is not None}
-        tried: list[set[int]] = [set()]
-        for extent, some in zip(Extent, ({*members}, alone | cheap, cheap), strict=True):
-            if some not in tried:
-                tried.append(some)
-                chosen = {storage: members[storage] for storage in members if storage in some}
-                self._resolve(call.of_extent(extent), chosen, data, watch)
-
-    def _resolve(
-        self, call: ModuleCall, members: dict[int, Saved], data: list[Saved], watch: Watch
-    ) -> None:
-        """Find out how these tensors of a call are made."""
         try:
-            call.ended(members, data)
+            call.ended(members, watch.saved_since(0))
         except Foreign as error:
             watch.refuse(messages.segment_failed(type(call.module).__name__, error))
             return
-        finally:
-            call.running = None
         watch.reads(call.parameters)
         call.expected = watch, None
         for saved in members.values():
@@ -161,8 +144,6 @@ class SegmentPass:
         equal."""
         members = call.alive()
         if len(members) < len(call.members):
-            return
-        if any(one.reference() is None for one in call.inputs):
             return
         name = type(call.module).__name__
         if any(not self._store.alone(one.tensor) for one in call.held):
@@ -204,13 +185,13 @@ class SegmentPass:
                 first=call.first,
                 last=call.last,
                 members=frozenset(saved.number for saved in members),
-                sources=frozenset(one.saved.number for one in call.inputs),
+                sources=frozenset(view.saved.number for view in call.inputs),
                 closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
                 operations=call.operations,
                 held_bytes=sum(held.tensor.nbytes for held in call.held),
                 extra_bytes=extra_bytes,
                 recompute_s=min(backend.elapsed_s(*pair) for pair in marks),
-                extent=call.extent,
+                reads=call.reads,
             )
         )
 

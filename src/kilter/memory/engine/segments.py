@@ -28,7 +28,6 @@ from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.pass_record import COPIED_SHARE
 from kilter.memory.engine.recompute import Foreign
 from kilter.memory.engine.store import EVICTED, Saved, Store, View
-from kilter.memory.plan.segments import Extent
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -65,26 +64,6 @@ class _Running(NamedTuple):
         return cls(recorder, recorder.position, len(recorder.kept), given)
 
 
-class _Input:
-    """A saved tensor that a call reads. It is not held in a trial, where it may be recomputed from
-    what the call makes."""
-
-    __slots__ = ("reference",)
-
-    def __init__(self, reference: Callable[[], Saved | None]) -> None:
-        self.reference = reference
-
-    @property
-    def saved(self) -> Saved:
-        saved = self.reference()
-        assert saved is not None
-        return saved
-
-    def __call__(self) -> torch.Tensor:
-        """Of the whole storage; the type is not read."""
-        return self.saved.store.tensor_of(View(self.saved, _NOBODY, torch.uint8, None))
-
-
 class ModuleCall:
     """One call of a module, while it runs, and after that as far as it can be recomputed."""
 
@@ -99,8 +78,10 @@ class ModuleCall:
         self.last = -1
         self.expected: Any = None
         """What its observer expects of it."""
-        self.extent = Extent.ALL
-        self.inputs: list[_Input] = []
+        self.reads: dict[int, frozenset[int]] = {}
+        """By number of each tensor in the pass, the saved tensors that it is made from where all
+        others are there."""
+        self.inputs: list[View] = []
         """What it reads of the engine's tensors."""
         self.held: list[HeldSource] = []
         """Tensors that it reads, and that nobody else may hold when its own are evicted."""
@@ -116,13 +97,6 @@ class ModuleCall:
         self.told = False
         """Whoever may change what it reads has its tensors recomputed before."""
 
-    def of_extent(self, extent: Extent) -> ModuleCall:
-        """The same call, of which this much is to be recomputed."""
-        assert self.running is not None
-        call = ModuleCall(self._calls, self.module, self.running, self.first)
-        call.last, call.extent = self.last, extent
-        return call
-
     # The end of the call
 
     def made(self, saved: Saved) -> int | None:
@@ -132,28 +106,29 @@ class ModuleCall:
         number = recorder.storage_of(saved)
         return number if number >= 0 and recorder.made_at(number) >= begin else None
 
-    def cheap(self, members: Iterable[int], data: Iterable[Saved]) -> set[int]:
-        """Those of `members`, storages, for which no costly operation has to run where all other
-        tensors that were saved are there."""
-        assert self.running is not None
-        recorder = self.running.recorder
-        there = {number for saved in data if (number := recorder.storage_of(saved)) >= 0}
-        found = set()
-        for number in members:
-            try:
-                rerun, _ = recorder.program(self.running.begin, [number], there - {number})
-            except Foreign:
-                continue
-            if not any(recording.is_costly(name) for name in rerun.operations()):
-                found.add(number)
-        return found
-
     def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
         tensors of the pass so far. `Foreign` if they cannot be recomputed."""
         self.members = [saved.itself for saved in members.values()]
-        there = self.extent is not Extent.ALL
-        self._resolve(list(members), list(members.values()), data, there=there, weak=True)
+        data = list(data)
+        self._resolve(list(members), list(members.values()), data, there=False)
+        self.reads = self._read_by(members, data)
+
+    def _read_by(
+        self, members: Mapping[int, Saved], data: Sequence[Saved]
+    ) -> dict[int, frozenset[int]]:
+        assert self.running is not None
+        recorder = self.running.recorder
+        found = {storage: one for one in data if (storage := recorder.storage_of(one)) >= 0}
+        reads = {}
+        for storage, saved in members.items():
+            there = {*found} - {storage}
+            try:
+                _, given = recorder.program(self.running.begin, [storage], there)
+            except Foreign:
+                continue
+            reads[saved.number] = frozenset(found[one].number for one in given if one in found)
+        return reads
 
     def ended_as_planned(self, sources: Iterable[Saved], copied: frozenset[int]) -> None:
         """The same under a plan, with the tensors that are read; `copied` are the numbers of those
@@ -175,10 +150,8 @@ class ModuleCall:
         like: Sequence[torch.Tensor] = (),
         *,
         there: bool,
-        weak: bool = False,
     ) -> None:
-        """`there`: all of `data` are read, and none of them is made; else casts alone are. `weak`:
-        they are not held for that."""
+        """`there`: all of `data` are read, and none of them is made; else casts alone are."""
         running = self.running
         assert running is not None
         recorder = running.recorder
@@ -194,7 +167,7 @@ class ModuleCall:
             if saved is None:
                 left_bytes -= self._hold(running, number, one, kept.get(number), left_bytes)
             else:
-                self._read(number, one, saved, copied, weak=weak)
+                self._read(number, one, saved, copied)
                 left_bytes -= saved.size_bytes if saved.number in copied else 0
         if left_bytes < 0:
             raise Foreign("reads too much that would have to be copied")
@@ -206,15 +179,14 @@ class ModuleCall:
         given: recording.Given | None,
         saved: Saved,
         copied: frozenset[int],
-        *,
-        weak: bool,
     ) -> None:
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
         if saved.number in copied:
             self._sources[number] = self._calls.copy_of_saved(saved)
             return
-        self.inputs.append(_Input(saved.itself if weak else lambda: saved))
+        # (Without a layout of its own it is the whole storage; the type is not read.)
+        self.inputs.append(View(saved, _NOBODY, torch.uint8, None))
         self._sources[number] = self.inputs[-1]
 
     def _hold(
@@ -281,7 +253,7 @@ class ModuleCall:
 
     def read(self) -> list[object]:
         """What must not change before the tensors are made."""
-        return [*(one.saved for one in self.inputs), *(one.tensor for one in self.parameters)]
+        return [*(view.saved for view in self.inputs), *(one.tensor for one in self.parameters)]
 
     def reference(self, saved: Saved) -> Callable[[], Saved | None]:
         """Gives an evicted tensor; to fetch it recomputes all that are."""

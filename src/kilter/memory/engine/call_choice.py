@@ -1,0 +1,101 @@
+"""Which calls of modules a plan recomputes, and how much of what each has saved.
+
+Either all of it, as checkpointing does, or a part: a plan is made as if each tensor of these calls
+could be recomputed alone, and what that plan recomputes of a call becomes one part, made at one
+time; the rest is offloaded or kept. A part takes more memory than its tensors one by one, so that
+plan is made for a smaller budget where the parts do not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple, Protocol
+
+from kilter.core.errors import PlanError
+from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+from kilter.memory.plan.mix import EACH_S, roughly
+from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.segments import SegmentChoice, best_set, levels
+
+SMALLER = (0.0, 0.25, 0.5, 1.0)
+"""By these shares of the largest call the budget is smaller for which parts are chosen."""
+LEFT_OUT = (1 / 8, 1 / 4, 1 / 2)
+"""Where no parts fit, such a share of the calls is left out, the first ones, which are needed last:
+at the end of backward gradients fill the device."""
+LARGEST_LEVELS = 3
+"""Sets of calls of which parts are tried."""
+
+Segments = tuple[SavedSegment, ...]
+
+
+class MakeProblem(Protocol):
+    """Gives the problem of a record, and the tensor of each interval."""
+
+    def __call__(
+        self, record: PassRecord, *, segments: Sequence[SavedSegment] = ()
+    ) -> tuple[Problem, tuple[int, ...]]: ...
+
+
+class CallChoice(NamedTuple):
+    """Chooses for one kind of pass."""
+
+    record: PassRecord
+    make_problem: MakeProblem
+    alone_s: float
+    """Of the host, for each tensor that is recomputed alone."""
+
+    def best(self) -> Segments:
+        """The calls with which a plan takes the least time; empty: single operations alone."""
+        found = self.record.segments
+        sizes = [sum(self.record.data[n].size_bytes for n in one.members) for one in found]
+        choices = [
+            SegmentChoice(one.first, one.last, size_bytes or 1, one.recompute_s)
+            for one, size_bytes in zip(found, sizes, strict=True)
+        ]
+        named = best_set(choices, lambda some, s: self._cost_s(tuple(found[i] for i in some), s))
+        best = tuple(found[i] for i in named)
+        best_s = self._cost_s(best, inf)
+        for level in levels(choices)[:LARGEST_LEVELS]:
+            calls = sorted((found[i] for i in level), key=lambda one: one.first)
+            for several in self._parts(calls, max(sizes[i] for i in level)):
+                costs_s = [self._cost_s(parts, inf) for parts in several]
+                least_s = min(costs_s, default=inf)
+                if least_s < best_s:
+                    best, best_s = several[costs_s.index(least_s)], least_s
+                if least_s < inf:
+                    break
+        return best
+
+    def _cost_s(self, segments: Segments, below_s: float) -> float:
+        problem, _ = self.make_problem(self.record, segments=segments)
+        try:
+            schedule, outcome = roughly(problem, below_s)
+        except PlanError:
+            return inf
+        alone = sum(not problem.intervals[i].together for i in schedule.recomputed)
+        return outcome.iteration_s + EACH_S * len(schedule.recomputed) + self.alone_s * alone
+
+    def _parts(self, calls: Sequence[SavedSegment], largest_bytes: int) -> Iterator[list[Segments]]:
+        """Parts of all these calls; then, for where none fits, of the later ones."""
+        problem, numbers = self.make_problem(self.record.taken_apart(calls))
+        found: list[Segments] = []
+        for share in SMALLER:
+            budget_bytes = problem.budget_bytes - int(share * largest_bytes)
+            try:
+                schedule, _ = roughly(replace(problem, budget_bytes=budget_bytes))
+            except PlanError:
+                break
+            chosen = {numbers[index] for index in schedule.recomputed}
+            parts = tuple(self.record.part(one, chosen) for one in calls if one.members & chosen)
+            if parts not in found:
+                found.append(parts)
+        yield found
+        for share in LEFT_OUT:
+            yield [parts[int(share * len(parts)) :] for parts in found[-1:]]
+
+
+def chosen_calls(record: PassRecord, make_problem: MakeProblem, alone_s: float) -> Segments:
+    """The calls that a plan for this record is to recompute."""
+    return CallChoice(record, make_problem, alone_s).best() if record.segments else ()

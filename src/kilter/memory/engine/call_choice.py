@@ -44,7 +44,7 @@ class CallChoice(NamedTuple):
     record: PassRecord
     make_problem: MakeProblem
     alone_s: float
-    """Of the host, for each tensor that is recomputed alone."""
+    """Of the host, for each tensor that is offloaded, or recomputed alone."""
 
     def best(self) -> Segments:
         """The calls with which a plan takes the least time; empty: single operations alone."""
@@ -75,6 +75,7 @@ class CallChoice(NamedTuple):
         except PlanError:
             return inf
         alone = sum(not problem.intervals[i].together for i in schedule.recomputed)
+        alone += len(schedule.moves)
         return outcome.iteration_s + EACH_S * len(schedule.recomputed) + self.alone_s * alone
 
     def _parts(self, calls: Sequence[SavedSegment], largest_bytes: int) -> Iterator[list[Segments]]:

@@ -1,12 +1,12 @@
 """`--recompute auto`: single operations, or, if it is faster in this job, the checkpointing that a
-model brings with it. Where none does: whole calls of modules, if those are faster.
+model brings with it; then calls of modules, or parts of them, if those are faster still.
 
 A plan counts the device's time. What the host needs to issue each recomputed tensor is in no plan,
 and depends on the program. So each way is carried out for a few iterations, and measured. A machine
 that others use as well is slower for minutes now and then, so checkpointing has its turn between
 two of single operations, and again until it differs from them by more than they do from each other.
 What iterations took beyond the plan with single operations is, when calls are chosen, counted for
-each tensor that they spare from being recomputed alone.
+each tensor that they spare from being recomputed alone or offloaded.
 
 Several ranks choose together: at the end of each turn they agree on what the slowest has measured
 (`rank_agreement.py`), so that all go on alike from the same iteration.
@@ -33,8 +33,8 @@ TURNS = 3
 PATIENCE = 64
 """Iterations in which a way has to be tried, planned and measured."""
 HOST_EACH_S = 1e-4
-"""Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
-(docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
+"""Of a GPU's host for a tensor that is recomputed alone, or offloaded, where this job has not
+measured it (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 MOST_TENSORS = 4000
 """In a pass of more saved tensors calls are not tried: their plans would take minutes, in which the
 program waits (2,000 layers on a busy CPU: about two)."""
@@ -43,20 +43,20 @@ COVERED = 1.2
 be left out: a block keeps its input, and blocks differ. What the budget then still lacks is planned
 around it."""
 FASTER = 0.98
-"""Another way than single operations stays where an iteration takes at most this share of the time.
-"""
+"""Another way stays where an iteration takes at most this share of the time."""
 
 
 class RecomputeWay(Enum):
     """How tensors are recomputed."""
 
-    CALLS = "whole calls of modules"
+    CALLS = "calls of modules"
     OWN = "the model's own checkpointing"
     OPERATIONS = "single operations"
 
 
 class RecomputeChoice:
-    """Compares two ways on the running job. Called in the thread whose tensors are governed."""
+    """Compares ways on the running job, two at a time. Called in the thread whose tensors are
+    governed."""
 
     def __init__(
         self,
@@ -74,14 +74,17 @@ class RecomputeChoice:
         self._can_record = can_record
         self._ranks = ranks
         self.way = RecomputeWay.OPERATIONS
+        self._base = RecomputeWay.OPERATIONS
         self._other: RecomputeWay | None = None
-        """What is compared with single operations, once the job was looked at."""
+        """What is compared with it, once the job was looked at."""
         self._models = ""
         """The models that have checkpointing of their own."""
         self._turns_s: list[float] = []
-        """Seconds of an iteration in each turn; the first is that of single operations."""
-        self._aside: Any = None
-        """What the engine knows of the passes of the way whose turn it is not."""
+        """Seconds of an iteration in each turn of the two; the first is that of `_base`."""
+        self._measured_s: dict[RecomputeWay, float] = {}
+        """What came of that."""
+        self._aside: dict[RecomputeWay, Any] = {}
+        """What the engine knows of the passes of ways whose turn it is not."""
         self._each_s = HOST_EACH_S
         self._share = 1.0
         """Of its blocks, how many the model's own checkpointing is to cover."""
@@ -92,6 +95,8 @@ class RecomputeChoice:
         """Of this rank, whose turn is over."""
         self._said = False
         """To the other ranks, which are not that far."""
+        self._tensors = 0
+        """Saved in the largest pass."""
         self.plain_peak_bytes = 0
         """With everything kept, and the model's own checkpointing off."""
         self.words = ""
@@ -110,8 +115,7 @@ class RecomputeChoice:
         if self._note is None:
             return
         if not self._said:
-            calls_next = operations and self._other is RecomputeWay.CALLS
-            if calls_next and not self._note.why_not and not self._can_record():
+            if operations and not self._note.why_not and not self._can_record():
                 return
             self._ranks.say(self._note)
             self._said = True
@@ -128,12 +132,19 @@ class RecomputeChoice:
         if heard.seconds is not None:
             self._turns_s.append(heard.seconds)
         found = self._compared()
-        if found or self._why_not:
-            self._decide(found)
-        else:
-            assert self._other is not None
-            operations = self.way is RecomputeWay.OPERATIONS
-            self._take(self._other if operations else RecomputeWay.OPERATIONS)
+        self._measured_s |= found
+        assert self._other is not None
+        if not (found or self._why_not):
+            self._take(self._other if self.way is self._base else self._base)
+            return
+        if found and found[self._other] <= FASTER * found[self._base]:
+            self._base = self._other
+        if self._other is RecomputeWay.CALLS or not self._calls_next(found):
+            self._decide()
+            return
+        self._other, self._why_not = RecomputeWay.CALLS, ""
+        self._turns_s = [self._measured_s.get(self._base, self._turns_s[0])]
+        self._take(self._other)
 
     def close(self) -> None:
         """The script is over: the model is as it was found."""
@@ -167,7 +178,7 @@ class RecomputeChoice:
             if not self._turns_s:
                 self._note_host(measured_s)
         elif way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
-            self._why_not = "no whole call of a module is worth recomputing"
+            self._why_not = "no call of a module is worth recomputing"
         elif measured_s is None:
             self._left -= 1
             if self._left > 0:
@@ -179,51 +190,55 @@ class RecomputeChoice:
 
     def _compared(self) -> dict[RecomputeWay, float]:
         """What an iteration takes in either way; empty if that is not clear yet. Calls have one
-        turn, since their plans take long to make."""
+        turn beside single operations, since their plans take long to make."""
         turns_s, other = self._turns_s, self._other
         if other is None or len(turns_s) < 2:
             return {}
-        if other is RecomputeWay.CALLS:
-            return {other: turns_s[1], RecomputeWay.OPERATIONS: turns_s[0]}
+        if {other, self._base} == {RecomputeWay.CALLS, RecomputeWay.OPERATIONS}:
+            return {other: turns_s[1], self._base: turns_s[0]}
         between = [turns_s[i - 1 : i + 2] for i in range(1, len(turns_s) - 1, 2)]
         if self.way is other or not between:
             return {}
         before_s, other_s, after_s = min(between, key=lambda turns_s: _drift(*turns_s[::2]))
-        operations_s = (before_s + after_s) / 2
-        clear = _drift(operations_s, other_s) > _drift(before_s, after_s)
+        base_s = (before_s + after_s) / 2
+        clear = _drift(base_s, other_s) > _drift(before_s, after_s)
         if not clear and len(between) < TURNS:
             return {}
-        return {other: other_s, RecomputeWay.OPERATIONS: operations_s}
+        return {other: other_s, self._base: base_s}
 
     def _take(self, way: RecomputeWay) -> None:
         """Go on in this way."""
-        if RecomputeWay.CALLS in (way, self.way):
-            self._swapper.recompute(calls=way is RecomputeWay.CALLS, each_s=self._each_s)
-        elif self._own is not None:
+        if self._own is not None and RecomputeWay.OWN in (way, self.way):
             if way is RecomputeWay.OWN:
                 self._own.switch_on(self._share)
             else:
                 self._own.switch_off()
-            self._aside = self._swapper.exchange(self._aside)
+            known = self._aside.pop(way, None)
+            if known is None and way is RecomputeWay.CALLS:
+                known = self._aside.pop(RecomputeWay.OPERATIONS, None)
+            self._aside[self.way] = self._swapper.exchange(known)
+        if RecomputeWay.CALLS in (way, self.way):
+            self._swapper.recompute(calls=way is RecomputeWay.CALLS, each_s=self._each_s)
         self.way, self._left = way, PATIENCE
         self._times.begin_plan()
 
-    def _decide(self, found: dict[RecomputeWay, float]) -> None:
-        found = found or {RecomputeWay.OPERATIONS: self._turns_s[0]}
-        best = min(found, key=lambda way: found[way])
-        if found[best] > FASTER * found[RecomputeWay.OPERATIONS]:
-            best = RecomputeWay.OPERATIONS
-        if best is not self.way:
-            self._take(best)
-        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in found.items()]
-        measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
-        self._stay(self._why_not or measured)
+    def _calls_next(self, found: dict[RecomputeWay, float]) -> bool:
+        """Calls are compared with what stays of single operations and the model's checkpointing."""
+        return bool(found) and self._tensors <= MOST_TENSORS
+
+    def _decide(self) -> None:
+        if self._base is not self.way:
+            self._take(self._base)
+        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in self._measured_s.items()]
+        measured = ", ".join(each).replace(" with", " an iteration with", 1)
+        said = [f"{measured} [measured]"] * bool(each) + [self._why_not] * bool(self._why_not)
+        self._stay("; ".join(said))
 
     def _stay(self, why: str) -> None:
         """Nothing changes any more."""
-        self._aside = None
+        self._aside.clear()
         what = {
-            RecomputeWay.CALLS: "whole calls of modules where they pay are recomputed",
+            RecomputeWay.CALLS: "calls of modules are recomputed where they pay",
             RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
             RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[self.way]
@@ -235,8 +250,9 @@ class RecomputeChoice:
         largest = self._swapper.largest_pass()
         if largest is None:
             return
-        if len(largest.data) > MOST_TENSORS and self._other is RecomputeWay.CALLS:
-            self._why_not = "whole calls of modules are not tried with so many tensors"
+        self._tensors = len(largest.data)
+        if self._tensors > MOST_TENSORS and self._other is RecomputeWay.CALLS:
+            self._why_not = "calls of modules are not tried with so many tensors"
         self.plain_peak_bytes = largest.peak_bytes
         saved_bytes = sum(datum.size_bytes for datum in largest.data)
         over_bytes = max(0, largest.peak_bytes - self._swapper.budget_bytes)
@@ -251,7 +267,7 @@ class RecomputeChoice:
             return
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
         beyond_s = max(0.0, operations_s - plain_s - (plan.iteration_s - plan.compute_s))
-        self._each_s = beyond_s / max(1, plan.recomputed)
+        self._each_s = beyond_s / max(1, plan.recomputed + plan.swapped)
         spared_s = beyond_s + plan.stall_s
         if self._other is RecomputeWay.CALLS and spared_s <= (1.0 - FASTER) * operations_s:
             self._why_not = "with them nothing waits for the host or for copies"

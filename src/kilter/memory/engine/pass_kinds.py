@@ -182,11 +182,12 @@ class PassKinds:
         record.level_bytes = level_bytes
 
     def recompute(self, *, calls: bool, each_s: float) -> None:
-        """Those that were tried are tried again with calls of modules, or planned without them."""
+        """Those that were tried without calls of modules are tried again with them; or all are
+        planned without them."""
         self._alone_s = each_s
         self._tried_before.clear()
         for events, kind in self._by_events.items():
-            if calls and kind.tried:
+            if calls and kind.tried and not kind.record.segments:
                 self._by_events[events] = PassKind(
                     kind.record, weighed=True, slow=kind.slow, less_bytes=kind.less_bytes
                 )

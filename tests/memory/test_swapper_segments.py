@@ -16,12 +16,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments
+from kilter.memory.engine import CpuStandIn, Swapper, call_choice, pass_kinds, segments
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.segments import levels
+from kilter.memory.plan.segments import SegmentChoice, levels
 
 pytestmark = pytest.mark.usefixtures("recorder")
 
@@ -180,6 +180,25 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are recomputed, whatever was measured; nor is time spent on finding out."""
     monkeypatch.setattr(call_choice, "best_set", lambda choices, _: levels(choices)[0])
     monkeypatch.setattr(call_choice, "levels", lambda _: [])
+
+
+@pytest.fixture
+def in_part(monkeypatch: pytest.MonkeyPatch) -> list[SavedSegment]:
+    """Every other tensor of each call is recomputed, together with the others of that call. Gives
+    the calls that were chosen."""
+    chosen: list[SavedSegment] = []
+
+    def parts(record: PassRecord, *_: Any) -> tuple[SavedSegment, ...]:
+        sizes = [sum(record.data[n].size_bytes for n in one.members) for one in record.segments]
+        spans = zip(record.segments, sizes, strict=True)
+        choices = [SegmentChoice(one.first, one.last, size, 1.0) for one, size in spans]
+        calls = [record.segments[i] for i in (levels(choices) or [()])[0]]
+        found = [record.part(one, {*sorted(one.reads)[::2]}) for one in calls]
+        chosen.extend(one for one in found if one.members)
+        return tuple(one for one in found if one.members)
+
+    monkeypatch.setattr(pass_kinds, "chosen_calls", parts)
+    return chosen
 
 
 def only(report: SwapReport) -> MemoryPlan:
@@ -568,6 +587,35 @@ def test_changes_nothing_of_a_program(name: str) -> None:
         assert not blocks & set(names)
     else:
         assert called in names
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_parts_of_calls_change_nothing_of_a_program(name: str, in_part: list[SavedSegment]) -> None:
+    make, called = PROGRAMS[name]
+    plain = trained(make, text)
+    found, report, _ = governed(make, text, share=0.6)
+    assert equal(plain, found)
+    assert called is None or in_part
+    assert report.deviations == 0
+    assert report.recomputed > 0
+
+
+def test_a_part_of_a_call_reads_what_else_the_call_has_saved() -> None:
+    plain = trained(Language, text)
+    swapper = within(0.4, Language, text, segments=True)
+    with swapper:
+        found = trained(Language, text)
+        (record,) = swapper.records()
+    assert equal(plain, found)
+    whole = named(record, "Block")
+    part = record.part(whole[0], {*sorted(whole[0].reads)[:3]})
+    assert len(part.members) == 3
+    assert part.recompute_s < whole[0].recompute_s
+    assert not part.sources & part.members
+    others = record.part(whole[0], whole[0].members - part.members)
+    assert others.sources & part.members
+    apart = record.taken_apart(whole)
+    assert all(apart.data[n].recompute_s is not None for one in whole for n in one.reads)
 
 
 def test_casts_as_the_program_does() -> None:

@@ -1,6 +1,7 @@
 """The compiled recorder, `recorder.cpp`: built once for each version of PyTorch and of Python.
 
-Where it cannot be built (no C++ compiler, say) `recording.py` does the same in Python.
+Where it cannot be built (no C++ compiler, say) `recording.py` does the same in Python, and what the
+library finds out about saved tensors `tensor_hooks.py` and `store.py`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _command(compiler: str, made: Path) -> list[str]:
     headers = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
     abi = int(torch.compiled_with_cxx11_abi())
     return [
-        *(compiler, "-std=c++20", "-O2", "-fPIC", "-shared"),
+        *(compiler, "-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared"),
         *(f"-DTORCH_EXTENSION_NAME={_NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"),
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *(flag for path in headers for flag in ("-isystem", str(path))),

@@ -46,7 +46,6 @@ from kilter.memory.engine.store import (
     Store,
     View,
     called,
-    kept,
     whole,
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks
@@ -356,10 +355,9 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     # Events
 
-    def _save(self, tensor: torch.Tensor) -> Any:
-        """A large tensor is saved."""
+    def _save(self, tensor: torch.Tensor, size_bytes: int, key: int) -> Any:
+        """A tensor is saved, on a large storage with this address."""
         store = self._store
-        size_bytes = tensor.untyped_storage().nbytes()
         within = store.within()
         if within is None or self._boundary:
             self._end_pass()
@@ -368,19 +366,20 @@ class Swapper(AbstractContextManager["Swapper"]):
         if planned is not None and planned.steps[self._event].expected != size_bytes:
             planned = self._switch(planned, size_bytes)
         if planned is None:
-            return self._save_unplanned(tensor, size_bytes, within)
+            return self._save_unplanned(tensor, size_bytes, key, within)
         _, number, due, followed, read, recomputed, called, version = planned.steps[self._event]
-        if not followed:
-            self._advance(planned, due)
-            return *kept(tensor), use_code(number), within
-        saved = store.find(tensor, within)
-        if saved is not self._followed(number):
+        saved = store.find(tensor, key, within) if followed else None
+        if followed and saved is not self._followed(number):
             self._drop(planned)
-            return self._save_unplanned(tensor, size_bytes, within)
-        self._advance(planned, due)
+            return self._save_unplanned(tensor, size_bytes, key, within)
+        self._event += 1
+        if due is not None or self._overdue or self._measured:
+            self._issue(planned, due)
+        if not followed:
+            return store.kept(tensor, use_code(number), within)
         if saved is not None:
             return store.view(saved, tensor)
-        saved = store.save(tensor, size_bytes, within, number)
+        saved = store.save(tensor, size_bytes, key, within, number)
         self._moves.follow(number, saved)
         if called and self._segments is not None:
             self._segments.saved(saved)
@@ -392,14 +391,17 @@ class Swapper(AbstractContextManager["Swapper"]):
                 saved.recipe = self._reader.read(tensor)
         return view
 
-    def _save_unplanned(self, tensor: torch.Tensor, size_bytes: int, within: Pass) -> View:
+    def _save_unplanned(
+        self, tensor: torch.Tensor, size_bytes: int, key: int, within: Pass
+    ) -> View:
         store, watch = self._store, self._watch
-        saved = store.find(tensor, within)
+        saved = store.find(tensor, key, within)
         if watch is not None:
             watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
         self._demand.event()
         if saved is None:
-            saved = store.save(tensor, size_bytes, within, -1 if watch is None else watch.saved)
+            number = -1 if watch is None else watch.saved
+            saved = store.save(tensor, size_bytes, key, within, number)
             if watch is not None:
                 watch.save(saved, tensor)
             self._demand.saved(saved, self.budget_bytes)
@@ -412,8 +414,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         store = self._store
         view = type(packed) is View
         if view:
-            now = packed.saved.within is store.within()
-            code = use_code(packed.saved.number) if now else FOREIGN
+            saved = packed[0]
+            now = saved.within is store.within()
+            code = use_code(saved.number) if now else FOREIGN
         else:
             code = packed[3] if packed[4] is store.within() else FOREIGN
         planned = self._plan
@@ -421,9 +424,12 @@ class Swapper(AbstractContextManager["Swapper"]):
             if planned.steps[self._event].expected != code:
                 planned = self._switch(planned, code)
             if planned is not None:
-                self._advance(planned, planned.steps[self._event].due)
+                due = planned.steps[self._event].due
+                self._event += 1
+                if due is not None or self._overdue or self._measured:
+                    self._issue(planned, due)
                 self._demand.event()  # of a graph that is retained
-            if view and packed.saved.state == EVICTED and packed.saved.host is not None:
+            if view and saved.state == EVICTED and saved.host is not None:
                 self._counts["late"] += 1
         else:
             if self._watch is not None:
@@ -437,9 +443,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             tensor = store.hand_out(packed)
         if self._watch is not None:
             if view and now:
-                self._watch.use(packed.saved)
+                self._watch.use(saved)
                 if self._segments is not None:
-                    self._segments.use(packed.saved)
+                    self._segments.use(saved)
             self._watch.leave()
         elif planned is not None and self._measured and self._event == len(planned.events):
             self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
@@ -453,9 +459,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._kinds.retain()
         return tensor
 
-    def _advance(self, planned: Ready, due: Due | None) -> None:
-        """Go on to the next event, and issue the moves that are due."""
-        self._event += 1
+    def _issue(self, planned: Ready, due: Due | None) -> None:
+        """Issue the moves that are due, or were before."""
         if self._overdue:
             self._moves.catch_up()
         if self._measured:
@@ -535,6 +540,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.waits = Waits(self._backend)
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
+        if self._plan is not None and self._store.compiled is None:
+            self._store.use_library()
         if self._segments is not None:
             self._segments.begin_pass(self._watch, self._plan)
         return within

@@ -569,10 +569,17 @@ class CompiledRecorder(CallRecorder):
 class Recording:
     """Passes the operations of this thread to a recorder. One at a time."""
 
-    def __init__(self, recorder: CallRecorder, guard: Callable[..., bool]) -> None:
-        """`guard` calls a function of ours, and says whether it came to its end."""
+    def __init__(
+        self,
+        recorder: CallRecorder,
+        guard: Callable[..., bool],
+        unrecorded: Callable[..., Any],
+    ) -> None:
+        """`guard` calls a function of ours, and says whether it came to its end; `unrecorded` calls
+        one while nothing is recorded."""
         self.recorder = recorder
         self._guard = guard
+        self.unrecorded = unrecorded
 
     def met(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation, and have a recorder in Python note it."""
@@ -599,8 +606,10 @@ def begin(guard: Callable[..., bool], compiled: Any = None) -> CallRecorder:
     global present
     if present is None:
         _listen(compiled)
-        recorder = OperationRecorder() if compiled is None else CompiledRecorder(compiled)
-        present = Recording(recorder, guard)
+        if compiled is None:
+            present = Recording(OperationRecorder(), guard, unrecorded)
+        else:
+            present = Recording(CompiledRecorder(compiled), guard, compiled.unrecorded)
         torch_internals.include_dispatch_key(_key(), True)
     return present.recorder
 

@@ -404,11 +404,11 @@ class _Job:
         store, watch = self._store, self._watch
         assert watch is not None
         assert self._within is not None
-        saved = store.find(tensor, self._within)
+        saved = store.find(tensor, storage._cdata, self._within)
         size_bytes = storage.nbytes()
         watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
         if saved is None:
-            saved = store.save(tensor, size_bytes, self._within, watch.saved)
+            saved = store.save(tensor, size_bytes, storage._cdata, self._within, watch.saved)
             watch.save(saved, tensor)
         watch.leave()
         return store.view(saved, tensor)

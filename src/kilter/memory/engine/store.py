@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from kilter.memory.engine import recording
+from kilter.memory.engine import compiled_recorder, recording
 from kilter.memory.engine.aliases import StorageReference, bytes_of, view_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
@@ -64,16 +64,23 @@ class Saved:
     store: Store
     """Set once the store has counted this storage."""
 
-    def __init__(self, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int) -> None:
+    def __init__(
+        self,
+        within: Pass,
+        number: int,
+        size_bytes: int,
+        key: int,
+        held: tuple[torch.Tensor, int, bool],
+    ) -> None:
         self.itself = weakref.ref(self)
         self.within = within
         self.number = number
         self.size_bytes = size_bytes
-        self.alias: torch.Tensor | None = tensor.detach()
-        self.plain = False
-        """`alias` is the whole storage, in a layout that copies keep. Otherwise `alias` may be a
-        part, and flat bytes are copied back."""
-        self.version = tensor._version
+        self.key = key
+        self.alias: torch.Tensor | None
+        self.alias, self.version, self.plain = held
+        """`plain`: `alias` is the whole storage, in a layout that copies keep. Otherwise `alias`
+        may be a part, and flat bytes are copied back."""
         self.touched = False
         """The program has read the `.data` of this storage and may have written to it without
         a trace, so the tensor is not recomputed: only a copy of the bytes is right."""
@@ -81,7 +88,6 @@ class Saved:
         """Autograd's cast of a parameter, which autocast holds as well."""
         self.handed_out = False
         """Backward has been given this tensor. It stays: who holds it since is not known."""
-        self.key = tensor.untyped_storage()._cdata
         self.state = RESIDENT
         self.host: torch.Tensor | None = None
         self.pooled: HostBlock | None = None
@@ -190,6 +196,17 @@ def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
     return bool(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
+def held(tensor: torch.Tensor, size_bytes: int) -> tuple[torch.Tensor, int, bool]:
+    """What the engine holds of a tensor, its count of writes, and whether what is held is the whole
+    storage, in a layout that copies keep.
+
+    A view of something in another layout is held as it is: recomputed, it has that layout.
+    """
+    whole = tensor if tensor._base is None else tensor._base
+    plain = covers(whole, size_bytes)
+    return (whole if plain else tensor).detach(), tensor._version, plain
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the counter of writes to a tensor, which autograd compares."""
     torch_internals.set_version_counter((tensor,), (version,))
@@ -226,6 +243,9 @@ class Store:
         self._guard = guard
         self._stranded: list[torch.Tensor | None] = []
         """Memory that a copy may still use, after an error in waiting for that copy."""
+        self.compiled: Any = None
+        """The compiled library. Some functions here and in `TensorHooks` ask it first: it says the
+        same sooner, or None where it leaves a tensor to Python."""
         self.unpack_hook: Any = None
         """The engine's own hook: tensors packed by other hooks have another one."""
         self.within = weakref.ref(Pass())
@@ -270,24 +290,28 @@ class Store:
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
         return within
 
+    def use_library(self) -> None:
+        """From here on have the compiled library do what it can, if there is one."""
+        self.compiled = compiled_recorder.library()
+        if self.compiled is not None:
+            self.compiled.name(Itself, View, LEAF)
+
     # Save and read
 
-    def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
-        """What this pass has saved of this tensor's storage, if it is unchanged since."""
-        reference = self._resident.get(tensor.untyped_storage()._cdata)
+    def find(self, tensor: torch.Tensor, key: int, within: Pass) -> Saved | None:
+        """What this pass has saved of this tensor's storage, if it is unchanged since. `key` is the
+        address of the storage."""
+        reference = self._resident.get(key)
         saved = None if reference is None else reference()
         if saved is None or saved.within is not within or saved.version != tensor._version:
             return None
         return saved
 
-    def save(self, tensor: torch.Tensor, size_bytes: int, within: Pass, number: int) -> Saved:
-        base = tensor._base
-        plain = base is not None and covers(base, size_bytes)
-        if plain:
-            tensor = base
-        saved = Saved(within, number, tensor, size_bytes)
-        # A view of something in another layout does not count: recomputed, it has that layout.
-        saved.plain = plain or (base is None and covers(tensor, size_bytes))
+    def save(
+        self, tensor: torch.Tensor, size_bytes: int, key: int, within: Pass, number: int
+    ) -> Saved:
+        found = self.compiled and self.compiled.held(tensor)
+        saved = Saved(within, number, size_bytes, key, found or held(tensor, size_bytes))
         saved.touched = saved.key in self._touched
         self._resident[saved.key] = saved.itself
         self.hold(size_bytes)
@@ -297,14 +321,24 @@ class Store:
 
     def view(self, saved: Saved, tensor: torch.Tensor) -> View:
         """What autograd is given for a tensor on this saved storage."""
-        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         alias = saved.alias
         assert alias is not None
+        if self.compiled is not None:
+            view: View | None = self.compiled.view(saved, alias, saved.plain, tensor)
+            if view is not None:
+                return view
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         itself = Itself.of(tensor)
         alike = dtype is alias.dtype and size == alias.size() and stride == alias.stride()
         if saved.plain and alike:
             return View(saved, itself, dtype, None)
         return View(saved, itself, dtype, size, stride, tensor.storage_offset())
+
+    def kept(self, tensor: torch.Tensor, code: int, within: Pass) -> tuple[Any, ...]:
+        """What autograd is given for a large tensor that is not followed: also the code of its use,
+        and its pass."""
+        found = self.compiled and self.compiled.kept(tensor, code, within)
+        return found or (*kept(tensor), code, within)
 
     def hand_out(self, view: View) -> torch.Tensor:
         """The tensor that autograd is given in backward. `Modified` if it was written to."""
@@ -333,7 +367,8 @@ class Store:
         if size is None:
             tensor = alias
         elif dtype is alias.dtype:
-            tensor = alias.as_strided(size, stride, offset)
+            found = self.compiled and self.compiled.laid_out(alias, size, stride, offset)
+            tensor = alias.as_strided(size, stride, offset) if found is None else found
         else:
             tensor = view_of(alias, dtype, size, stride, offset)
             set_version(tensor, alias._version)
@@ -567,8 +602,8 @@ class Store:
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
             node.metadata[OUTPUT] = (view[0].itself, view[1:])
-        base = tensor._base if tensor._is_view() else tensor
-        view.saved.cast = base is not None and _is_cast_of_parameter(base.grad_fn)
+        cast = self.compiled and self.compiled.is_cast_of_parameter(tensor)
+        view.saved.cast = _is_cast_of_parameter(tensor) if cast is None else cast
 
     def produced_by(self, node: Any) -> tuple[Source, Saved] | None:
         """A node's output, if an operation saved it and it was not written to since."""
@@ -610,7 +645,9 @@ class Store:
         return HeldSource(packed[0], packed[1], None if plain else packed), None
 
 
-def _is_cast_of_parameter(node: Any) -> bool:
+def _is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    base = tensor._base if tensor._is_view() else tensor
+    node: Any = None if base is None else base.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False
     before = node.next_functions[0][0]

@@ -53,7 +53,7 @@ class TensorHooks:
         store: Store,
         device: torch.device,
         min_bytes: int,
-        save: Callable[[Tensor], Any],
+        save: Callable[[Tensor, int, int], Any],
         use: Callable[[Any], Tensor],
         fence: Fence | None,
     ) -> None:
@@ -109,27 +109,31 @@ class TensorHooks:
         each saved tensor, in forward, where the host is ahead of the device the least."""
         by = recording.present
         if by is None:
-            if _under_a_mode():
-                return self._apart(self._pack_tensor, tensor, type(tensor))
-            return self._save_large(tensor) if self.takes(tensor) else kept(tensor)
-        if _under_a_mode():
-            packed = recording.unrecorded(self._apart, self._pack_tensor, tensor, type(tensor))
-        elif self.takes(tensor):
-            packed = recording.unrecorded(self._save_large, tensor)
-        else:
-            packed = kept(tensor) if tensor.is_leaf else recording.unrecorded(kept, tensor)
+            return self._pack_any(tensor)
+        packed = by.unrecorded(self._pack_any, tensor)
         if len(packed) == 3:
             by.recorder.kept.append(packed)
         return packed
 
+    def _pack_any(self, tensor: Tensor) -> Any:
+        compiled = self._store.compiled
+        found = compiled and compiled.pack(tensor, self._device, self._min_bytes)
+        if found is None:
+            if _under_a_mode():
+                return self._apart(self._pack_tensor, tensor, type(tensor))
+            return self._pack_tensor(tensor)
+        return self._save_large(tensor, *found) if len(found) == 2 else found
+
     def _unpack(self, packed: Any) -> Tensor:
         """The tensor again, likewise."""
+        compiled, by = self._store.compiled, recording.present
         try:
-            if recording.present is None and not _under_a_mode():
-                return whole(packed) if len(packed) == 3 else self._use_large(packed)
-            if recording.present is not None:
-                return recording.unrecorded(self._unpack_any, packed)
-            return self._unpack_any(packed)
+            if by is not None:
+                tensor: Tensor = by.unrecorded(self._unpack_any, packed)
+                return tensor
+            if compiled is None or compiled.under_a_mode():
+                return self._unpack_any(packed)
+            return whole(packed) if len(packed) == 3 else self._use_large(packed)
         except Modified as error:
             error.raise_in_the_program(packed, original_of(packed))
 
@@ -163,35 +167,37 @@ class TensorHooks:
             self.tangents[storage._cdata] = storage.nbytes()
 
     def _pack_tensor(self, tensor: Tensor) -> Any:
-        return self._save_large(tensor) if self.takes(tensor) else kept(tensor)
+        taken = self.takes(tensor)
+        return kept(tensor) if taken is None else self._save_large(tensor, *taken)
 
-    def takes(self, tensor: Tensor) -> bool:
-        """The engine takes this tensor over from autograd."""
+    def takes(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Size and address of the storage, if the engine takes this tensor over from autograd."""
         if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested:
-            return False
+            return None
         if tensor.nbytes < self._min_bytes or tensor.device != self._device:
-            return False  # most tensors end here
+            return None  # most tensors end here
         base = tensor._base
         if not (base is None or type(base) is Tensor):
-            return False  # a view of a parameter, or of a subclass
+            return None  # a view of a parameter, or of a subclass
         if tensor.is_leaf and tensor.requires_grad:
-            return False
+            return None
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-            return False
+            return None
         # A tensor, or what it is a view of, has its storage to itself. Otherwise others may write
         # to the storage, and no version counter of ours shows it (recurrent cells do so; arenas).
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
         sole = (tensor if base is None else base).nbytes == size_bytes
         ours = owned(storage, on_cuda=tensor.is_cuda)
-        return bool(sole and size_bytes >= self._min_bytes and ours)
+        taken = sole and size_bytes >= self._min_bytes and ours
+        return (size_bytes, storage._cdata) if taken else None
 
     def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)
 
-    def _save_fenced(self, tensor: Tensor) -> Any:
+    def _save_fenced(self, tensor: Tensor, size_bytes: int, key: int) -> Any:
         assert self._fence is not None
-        packed = [] if self._fence.down else self._fence.ask(self._save, tensor)
+        packed = [] if self._fence.down else self._fence.ask(self._save, tensor, size_bytes, key)
         return packed[0] if packed else kept(tensor)
 
     def _use_fenced(self, packed: Any) -> Tensor:

@@ -58,6 +58,14 @@ def part() -> Tensor:
     return torch.empty(0).set_(torch.zeros(4096, dtype=torch.uint8).untyped_storage(), 64, (512,))
 
 
+def left_behind() -> Tensor:
+    """A view of a tensor that has other memory since."""
+    base = torch.randn(32, 32)
+    view = base.t()
+    base.data = torch.zeros(32, 32)
+    return view
+
+
 def parameter() -> nn.Parameter:
     return nn.Parameter(torch.randn(32, 32))
 
@@ -102,6 +110,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "without its memory": lambda: resized(torch.randn(32, 32)),
     "functional": lambda: torch._to_functional_tensor(torch.randn(32, 32)),
     "a part of a storage": part,
+    "a view of what has other memory": left_behind,
     "a storage of another type": lambda: torch.zeros(4096, dtype=torch.uint8).view(torch.float32),
     "a view of a parameter": lambda: parameter().t(),
     "a cast of a parameter": lambda: parameter().to(torch.bfloat16),

@@ -743,3 +743,17 @@ def test_nothing_is_left_behind_after_the_block() -> None:
     before = swapper.report()
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
     assert swapper.report() == before
+
+
+def test_a_view_keeps_the_memory_that_its_base_has_left() -> None:
+    def job(trail: Trail) -> Iterator[None]:
+        weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        base = torch.randn(WIDTH, WIDTH)
+        view = base.t()
+        base.data = torch.zeros(WIDTH, WIDTH)
+        (weight * view).sum().backward()
+        trail.add(weight.grad)
+        yield
+
+    swapper = Swapper(CpuStandIn(), budget_bytes=10**9, link=SLOW, min_bytes=1024)
+    assert plainly(job).same(run(job, swapper))

@@ -707,8 +707,10 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     return keep(object, tensor, base);
   const c10::Storage& storage = tensor.storage();
   const size_t size_bytes = storage.nbytes();
-  if ((base ? THPVariable_Unpack(base.ptr()) : tensor).nbytes() != size_bytes || size_bytes < least ||
-      !storage.resizable())
+  const Tensor& whole = base ? THPVariable_Unpack(base.ptr()) : tensor;
+  if (!whole.has_storage() ||
+      whole.storage().unsafeGetStorageImpl() != storage.unsafeGetStorageImpl()) Py_RETURN_NONE;
+  if (whole.nbytes() != size_bytes || size_bytes < least || !storage.resizable())
     return keep(object, tensor, base);
   // Python knows what other allocators there are for the CPU.
   if (!tensor.is_cuda() &&

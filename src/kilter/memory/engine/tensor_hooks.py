@@ -187,6 +187,8 @@ class TensorHooks:
         # to the storage, and no version counter of ours shows it (recurrent cells do so; arenas).
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
+        if base is not None and base.untyped_storage()._cdata != storage._cdata:
+            return None  # the base has been given other memory (`.data`)
         sole = (tensor if base is None else base).nbytes == size_bytes
         ours = owned(storage, on_cuda=tensor.is_cuda)
         taken = sole and size_bytes >= self._min_bytes and ours

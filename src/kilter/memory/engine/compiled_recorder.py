@@ -37,7 +37,7 @@ _SOURCE = Path(__file__).with_name("recorder.cpp")
 
 
 def library() -> Any:
-    """The compiled library, or None."""
+    """The compiled library, or None where there is none that can be loaded."""
     path = built_path()
     return _loaded(path) if path.exists() and os.environ.get(BUILD) != "off" else None
 
@@ -146,6 +146,9 @@ def _loaded(path: Path) -> Any:
     found = importlib.util.spec_from_file_location(_NAME, path)
     assert found is not None
     assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+    except ImportError:  # built on a machine with other libraries, say: Python does the same
+        return None
     return module

@@ -43,7 +43,7 @@ WARM = 6
 RECOMPUTE = {"governed": "operations", "segments": "segments", "auto": "auto"}
 """The arms at checkpointing's peak, and what they recompute."""
 ARMS = ("plain", "checkpoint", *RECOMPUTE)
-CHOOSING = 64
+CHOOSING = 128
 """More iterations before the timed ones in an arm that chooses."""
 AGAIN = 2
 """Iterations before the timed ones where an arm has its turn again."""

@@ -188,8 +188,8 @@ OPTIONS = {
         Option(
             "recompute",
             _one_of(RECOMPUTE),
-            "operations (single ones, from what autograd saved), segments (what whole calls of"
-            " modules saved as well, from a record of their operations), or auto (the faster of"
+            "operations (single ones, from what autograd saved), segments (what calls of modules"
+            " saved as well, whole or in part, from a record of what ran), or auto (the fastest of"
             " these and of the checkpointing that a model of transformers, diffusers or timm has"
             " built in: each is measured for a few iterations; the default on a GPU)",
             "NAME",

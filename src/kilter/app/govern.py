@@ -36,8 +36,8 @@ def govern(
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
     `weights="offload"` (experimental) lets weights be on the host between forward and backward.
-    `recompute` is `"operations"` (single ones), `"segments"` (what whole calls of modules saved as
-    well), or `"auto"` (the default on a GPU): the fastest of these and the model's own
+    `recompute` is `"operations"` (single ones), `"segments"` (what calls of modules saved, whole or
+    in part, as well), or `"auto"` (the default on a GPU): the fastest of these and the model's own
     checkpointing.
     A setting is taken only if it saves at least `price_of_time` times as large a fraction of the
     energy as it is slower.

@@ -81,7 +81,7 @@ WEIGHTS = ("keep", "offload")
 """What a memory plan may do with gradients: keep them and say where more could be done, use them up
 as they arrive, or keep them."""
 RECOMPUTE = ("operations", "segments", "auto")
-"""What a memory plan may run again: single operations, or whole calls of modules as well."""
+"""What a memory plan may run again: single operations, or calls of modules as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

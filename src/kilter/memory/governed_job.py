@@ -248,7 +248,7 @@ class GovernedJob:
             self._budget.settle_for_least(self._link)
 
     def _choose(self) -> None:
-        """Single operations or whole calls of modules."""
+        """Single operations or calls of modules."""
         choice = self._choice
         if choice is not None and not choice.decided and self._plain.in_thread:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)

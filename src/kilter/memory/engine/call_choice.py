@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from kilter.core.errors import PlanError
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
-from kilter.memory.plan.mix import EACH_S, roughly
+from kilter.memory.plan.mix import cost_s, roughly
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.segments import SegmentChoice, best_set, levels
 
@@ -70,13 +70,11 @@ class CallChoice(NamedTuple):
 
     def _cost_s(self, segments: Segments, below_s: float) -> float:
         problem, _ = self.make_problem(self.record, segments=segments)
+        problem = replace(problem, alone_s=self.alone_s, moved_s=self.alone_s)
         try:
-            schedule, outcome = roughly(problem, below_s)
+            return cost_s(problem, *roughly(problem, below_s))
         except PlanError:
             return inf
-        alone = sum(not problem.intervals[i].together for i in schedule.recomputed)
-        alone += len(schedule.moves)
-        return outcome.iteration_s + EACH_S * len(schedule.recomputed) + self.alone_s * alone
 
     def _parts(self, calls: Sequence[SavedSegment], largest_bytes: int) -> Iterator[list[Segments]]:
         """Parts of all these calls; then, for where none fits, of the later ones."""
@@ -85,7 +83,8 @@ class CallChoice(NamedTuple):
         for share in SMALLER:
             budget_bytes = problem.budget_bytes - int(share * largest_bytes)
             try:
-                schedule, _ = roughly(replace(problem, budget_bytes=budget_bytes))
+                smaller = replace(problem, budget_bytes=budget_bytes, moved_s=self.alone_s)
+                schedule, _ = roughly(smaller)
             except PlanError:
                 break
             chosen = {numbers[index] for index in schedule.recomputed}

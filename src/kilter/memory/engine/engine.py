@@ -116,7 +116,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         alone_s: float = 0.0,
     ) -> None:
         """With `segments` what calls of modules saved may be recomputed as a whole; where they are
-        chosen, each tensor that is recomputed alone counts `alone_s` of the host's time."""
+        chosen, each tensor that is recomputed alone or offloaded counts `alone_s` of the host's
+        time."""
         self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run
@@ -328,13 +329,13 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     @property
     def recomputes_calls(self) -> bool:
-        """A plan recomputes whole calls of modules."""
+        """A plan recomputes calls of modules, or parts of them."""
         return any(kind.plan is not None and kind.plan.segments for kind in self._kinds)
 
     def recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
-        """In the thread of `enter`: from the next pass on recompute whole calls of modules where a
-        plan gains by it, which are tried first, or single operations alone. `each_s` is what the
-        host takes for a tensor that is recomputed alone, beyond what every plan counts for it."""
+        """In the thread of `enter`: from the next pass on recompute calls of modules where a plan
+        gains by it, which are tried first, or single operations alone. `each_s` is what the host
+        takes for a tensor that is recomputed alone or offloaded, beyond what every plan counts."""
         if self._store.within() is None:
             self._end_pass()
         elif self._plan is not None and self._event < len(self._plan.events):

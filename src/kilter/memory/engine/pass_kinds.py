@@ -7,7 +7,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -59,7 +59,7 @@ class PassKind:
     """Its recipes were tried against the real tensors."""
     trials: int = 0
     segments: tuple[SavedSegment, ...] = ()
-    """Calls of modules among which the plan has chosen what to recompute."""
+    """Calls of modules, or parts of them, that the plan may recompute at one time."""
     plan: Ready | None = None
     outdated: bool = False
     """Its plan was measured otherwise than predicted, and another one is to be made."""
@@ -111,7 +111,8 @@ class PassKinds:
         min_bytes: int,
         alone_s: float,
     ) -> None:
-        """`alone_s` counts for each tensor recomputed alone, where calls of modules are chosen."""
+        """`alone_s` counts for each tensor recomputed alone or offloaded, where calls of modules
+        are chosen."""
         self._store = store
         self._link = link
         self._planner = planner
@@ -381,6 +382,8 @@ class PassKinds:
         calls = self._planner == "mix"
         kind.segments = chosen_calls(kind.record, make_problem, self._alone_s) if calls else ()
         problem, numbers = make_problem(kind.record, segments=kind.segments)
+        if kind.segments:
+            problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
         value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {

@@ -426,7 +426,8 @@ class _Intervals:
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
         """By tensor, the segment that makes it."""
         self._read: set[int] = set()
-        """Tensors that a segment reads of its own call. Their recipes may read the segment's."""
+        """Tensors that a segment reads of its own call, but for casts of weights. Their recipes may
+        read what the segment makes."""
         self._index: dict[int, int] = {}
         """By tensor, its interval."""
         self.intervals: list[IdleInterval] = []
@@ -458,7 +459,7 @@ class _Intervals:
             together=True,
         )
         self._together.update(dict.fromkeys(members, (segment, interval)))
-        self._read.update(n for n in segment.sources if record.data[n].packed_at >= segment.first)
+        self._read.update(n for n in segment.closed if record.data[n].packed_at >= segment.first)
         return before
 
     def put(self, number: int) -> None:

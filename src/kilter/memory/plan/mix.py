@@ -13,6 +13,7 @@ and larger ones is taken.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import inf
 
 from kilter.core.errors import BudgetTooSmall, PlanError
@@ -51,7 +52,7 @@ def mix(problem: Problem) -> Schedule:
 
     best: tuple[Schedule, SimulatedPass] | None = None
     for reach in REACHES[:1] if many else REACHES:
-        best = found_with(reach, inf if best is None else _cost_s(best)) or best
+        best = found_with(reach, inf if best is None else cost_s(problem, *best)) or best
     for reach in WIDER_REACHES:
         best = best or found_with(reach, inf)
     if best is None:
@@ -89,9 +90,9 @@ def _search(
         if count not in tried:
             recomputed = _needed(problem, order[:count])
             again_s = sum(problem.intervals[i].recompute_s or 0.0 for i in recomputed)
-            least_s = problem.compute_s + again_s + EACH_S * len(recomputed)
+            least_s = problem.compute_s + again_s + _host_s(problem, recomputed)
             found = swap_rest(problem, recomputed) if least_s < best_s else None
-            tried[count] = inf if found is None else _cost_s(found)
+            tried[count] = inf if found is None else cost_s(problem, *found)
             if tried[count] < best_s:
                 best, best_s = found, tried[count]
         return tried[count]
@@ -107,9 +108,15 @@ def _search(
         step = max(1, finest, step // 4)
 
 
-def _cost_s(made: tuple[Schedule, SimulatedPass]) -> float:
-    schedule, outcome = made
-    return outcome.iteration_s + EACH_S * len(schedule.recomputed)
+def cost_s(problem: Problem, schedule: Schedule, outcome: SimulatedPass) -> float:
+    """What a schedule takes, with what counts of the host's time."""
+    moved_s = problem.moved_s * len(schedule.moves)
+    return outcome.iteration_s + _host_s(problem, schedule.recomputed) + moved_s
+
+
+def _host_s(problem: Problem, recomputed: Collection[int]) -> float:
+    alone = sum(not problem.intervals[index].together for index in recomputed)
+    return EACH_S * len(recomputed) + problem.alone_s * alone
 
 
 def by_price(problem: Problem) -> list[int]:
@@ -121,7 +128,8 @@ def by_price(problem: Problem) -> list[int]:
     def price(index: int) -> tuple[bool, float, int, int]:
         interval = problem.intervals[index]
         assert interval.recompute_s is not None
-        price = (interval.recompute_s + EACH_S) / interval.size_bytes
+        host_s = EACH_S if interval.together else EACH_S + problem.alone_s
+        price = (interval.recompute_s + host_s) / interval.size_bytes
         return not interval.together, price, interval.gap, index
 
     possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]

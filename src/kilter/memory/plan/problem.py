@@ -118,6 +118,10 @@ class Problem:
     intervals: tuple[IdleInterval, ...]
     link: Link
     budget_bytes: int
+    alone_s: float = 0.0
+    """What counts of the host's time for each interval of one tensor that is recomputed."""
+    moved_s: float = 0.0
+    """The same for each that is offloaded."""
 
     def __post_init__(self) -> None:
         count = len(self.operation_s)

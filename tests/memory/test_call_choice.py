@@ -89,6 +89,7 @@ def test_a_part_takes_what_its_tensors_take() -> None:
     assert (part.members, part.sources, part.recompute_s) == ({cheap}, frozenset(), 1e-4)
     other = record.part(whole, {costly})
     assert (other.sources, other.closed) == ({cheap}, {cheap})
+    assert not record.part(replace(whole, reads={}), whole.members).members
     # What is not known of single ones is the rest of the call.
     record.data[costly].recompute_s = None
     assert record.part(whole, {costly}).recompute_s == whole.recompute_s - 1e-4

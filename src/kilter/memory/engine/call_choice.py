@@ -88,7 +88,8 @@ class CallChoice(NamedTuple):
             except PlanError:
                 break
             chosen = {numbers[index] for index in schedule.recomputed}
-            parts = tuple(self.record.part(one, chosen) for one in calls if one.members & chosen)
+            every = [self.record.part(one, chosen) for one in calls]
+            parts = tuple(part for part in every if part.members)
             if parts not in found:
                 found.append(parts)
         yield found

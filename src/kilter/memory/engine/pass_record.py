@@ -235,7 +235,7 @@ class PassRecord:
     def part(self, segment: SavedSegment, chosen: Set[int]) -> SavedSegment:
         """The same call, of which only the chosen tensors are recomputed: what it ran made the same
         bits, and now less of it runs, from more of what was saved."""
-        members = segment.members & chosen
+        members = segment.members & chosen & segment.reads.keys()
         sources = frozenset[int]().union(*(segment.reads[number] for number in members)) - members
         took_s = self._took_s(segment)
         return replace(

@@ -24,7 +24,7 @@ SMALLER = (0.0, 0.25, 0.5, 1.0)
 LEFT_OUT = (1 / 8, 1 / 4, 1 / 2)
 """Where no parts fit, such a share of the calls is left out, the first ones, which are needed last:
 at the end of backward gradients fill the device."""
-LARGEST_LEVELS = 3
+LARGEST_LEVELS = 2
 """Sets of calls of which parts are tried."""
 
 Segments = tuple[SavedSegment, ...]

@@ -1,6 +1,6 @@
 """Architectures of transformers against their plain run, bit for bit, on the CPU stand-in.
 
-    python benchmarks/memory_zoo.py [--only llama,vit] [--steps 12] [--out zoo.jsonl]
+    python benchmarks/memory_zoo.py [--only llama,vit] [--steps 12] [--segments] [--out zoo.jsonl]
 
 Each architecture is built small, with random weights, and trained plain and with half of the peak
 of its saved data as the budget: activations alone, and with gradients consumed, optimizer state
@@ -33,6 +33,9 @@ from kilter.memory.plan.problem import Link
 LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=3e7)
 """Slow, so that much is recomputed."""
 SHARE = 0.5
+ALONE_S = 1e-3
+"""Counts for each tensor that is recomputed alone or offloaded where calls are recomputed, so that
+they are."""
 TOKENS = 120
 
 FAMILIES: dict[str, tuple[str, str]] = {
@@ -159,7 +162,9 @@ def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
     stack.callback(lambda: swapper.hooks.stand_behind(lambda pack, unpack: (pack, unpack)))
 
 
-def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, Any]]:
+def rows(
+    kind: str, family: str, what: str, steps: int, *, segments: bool
+) -> Iterator[dict[str, Any]]:
     for autocast in (False, True):
 
         def run(
@@ -180,7 +185,12 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
         for mode in ("activations", "everything"):
             model = built(kind, family).train()
             swapper = Swapper(
-                CpuStandIn(lag=8, spoil=True), budget_bytes=budget_bytes, link=LINK, min_bytes=2048
+                CpuStandIn(lag=8, spoil=True),
+                budget_bytes=budget_bytes,
+                link=LINK,
+                min_bytes=2048,
+                segments=segments,
+                alone_s=ALONE_S,
             )
             stack, report = ExitStack(), list[SwapReport]()
             if mode == "everything":
@@ -206,6 +216,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="architectures, separated by commas")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument(
+        "--segments", action="store_true", help="calls of modules are recomputed, whole or in part"
+    )
     parser.add_argument("--out", type=Path, help="JSON lines")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -215,7 +228,7 @@ def main() -> int:
         for kind in kinds.split():
             if only and kind not in only:
                 continue
-            for row in rows(kind, family, what, options.steps):
+            for row in rows(kind, family, what, options.steps, segments=options.segments):
                 wrong += bool(row.get("different"))
                 print(json.dumps(row), flush=True)
                 if options.out:

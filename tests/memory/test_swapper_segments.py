@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -790,6 +791,37 @@ def test_a_call_that_departs_from_the_plan_keeps_the_bits() -> None:
         assert swapper.recomputes_calls
     assert equal(plain, found)
     assert swapper.report().deviations > 0
+
+
+def changed() -> nn.Module:
+    """From one iteration on each block runs an operation more, and saves the same."""
+    net = Language()
+    for block in net.blocks:
+        block.mlp[1].register_forward_pre_hook(  # type: ignore[index, union-attr]
+            lambda _, given: (given[0] + 0.0,) if world["step"] >= 6 else None
+        )
+    return net
+
+
+@pytest.mark.usefixtures("recomputed")
+def test_calls_that_never_run_as_planned_are_recomputed_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 24)
+    plain = trained(changed, text)
+    swapper = within(0.45, changed, text, segments=True)
+    called = set()
+
+    def batch() -> Tensor:
+        called.add((world["step"], swapper.recomputes_calls))
+        return text()
+
+    with swapper:
+        found = trained(changed, batch)
+        assert swapper.planned
+    assert equal(plain, found)
+    assert (6, True) in called
+    assert (STEPS - 1, False) in called
 
 
 @pytest.mark.usefixtures("recomputed")

@@ -339,7 +339,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._store.within() is None:
             self._end_pass()
         elif self._plan is not None and self._event < len(self._plan.events):
-            self._depart()  # in the middle of a pass, whose plan counts on calls being seen
+            self._drop(self._plan)  # in the middle of a pass, which counts on calls being seen
         if calls and self._segments is None:
             self._segments = self._segment_pass()
             self._segments.calls.enter()
@@ -492,6 +492,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _depart(self) -> None:
         """A call of the present plan cannot be recomputed."""
         if self._plan is not None:
+            self._kinds.call_failed(self._plan)
             self._drop(self._plan)
 
     def _drop(self, planned: Ready) -> None:

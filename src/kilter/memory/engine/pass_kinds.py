@@ -46,6 +46,8 @@ ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_EXCESSES = 4
 """Plans of one kind that are replaced because their measured peak was above the budget."""
+MAX_FAILED_CALLS = 2
+"""Passes of one kind in which a call ran otherwise than planned: then no calls are recomputed."""
 MAX_KINDS = 32
 """Kinds that are remembered; the oldest is forgotten, one without a plan first."""
 
@@ -63,6 +65,8 @@ class PassKind:
     plan: Ready | None = None
     outdated: bool = False
     """Its plan was measured otherwise than predicted, and another one is to be made."""
+    failed_calls: int = 0
+    """Passes that have departed from its plan in a call that was to be recomputed."""
     excesses: int = 0
     """Plans that measured above the budget."""
     weighed: bool = False
@@ -287,6 +291,14 @@ class PassKinds:
             self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
         else:
             planned.peak_bytes = max(planned.peak_bytes, peak_bytes)
+
+    def call_failed(self, planned: Ready) -> None:
+        """In a pass under this plan a call ran otherwise than when it was tried."""
+        for kind in self:
+            if kind.plan is planned:
+                kind.failed_calls += 1
+                if kind.failed_calls >= MAX_FAILED_CALLS:
+                    kind.record.segments, kind.outdated = (), True
 
     def outdate(self) -> None:
         """The budget is another: every plan is made anew, and earlier peaks do not count."""

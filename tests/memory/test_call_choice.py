@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kilter.memory.engine.call_choice import chosen_calls
+from kilter.memory.engine.call_choice import CallChoice
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor, use_code
 from kilter.memory.plan.mix import mix
 from kilter.memory.plan.problem import IdleInterval, Link, Problem
@@ -66,7 +66,7 @@ def record_of(cheap_s: float, costly_s: float) -> PassRecord:
 def chosen(record: PassRecord, share: float, alone_s: float) -> tuple[SavedSegment, ...]:
     budget_bytes = int(share * record.peak_bytes)
     problem = partial(PassRecord.problem, link=LINK, budget_bytes=budget_bytes, min_bytes=1)
-    return chosen_calls(record, problem, alone_s)
+    return CallChoice(record, problem, alone_s).best()
 
 
 def test_what_is_cheap_is_made_together_and_the_rest_is_offloaded() -> None:

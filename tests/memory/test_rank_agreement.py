@@ -57,8 +57,10 @@ class Rank:
             self.agreement.say(self.note)
 
 
-def note(seconds: float | None = ITERATION_S, share: float = 0.5, why_not: str = "") -> TurnNote:
-    return TurnNote(models="Net", share=share, seconds=seconds, why_not=why_not)
+def note(
+    seconds: float | None = ITERATION_S, share: float = 0.5, why_not: str = "", tensors: int = 9
+) -> TurnNote:
+    return TurnNote(models="Net", share=share, tensors=tensors, seconds=seconds, why_not=why_not)
 
 
 def job(*notes: TurnNote) -> tuple[Store, list[Rank]]:
@@ -75,9 +77,9 @@ def run(ranks: list[Rank], iterations: int, ticks: int = 2) -> None:
 
 
 def test_the_slowest_rank_and_the_one_that_is_shortest_of_memory_count() -> None:
-    _, ranks = job(note(0.05, share=0.2), note(0.07, share=0.9), note(0.06, share=0.1))
+    _, ranks = job(note(0.05, 0.2), note(0.07, 0.9), note(0.06, 0.1, tensors=20))
     run(ranks, 40)
-    assert ranks[0].heard[0][1] == note(0.07, share=0.9)
+    assert ranks[0].heard[0][1] == note(0.07, 0.9, tensors=20)
     assert ranks[0].heard == ranks[1].heard == ranks[2].heard
 
 
@@ -85,7 +87,7 @@ def test_what_one_rank_cannot_do_is_done_by_none() -> None:
     _, ranks = job(note(), note(None, why_not="no plan in time"))
     run(ranks, 40)
     assert [rank.heard[0][1] for rank in ranks] == [note(None, why_not="no plan in time")] * 2
-    _, ranks = job(note(), TurnNote(models="Other", share=0.5, seconds=1.0, why_not=""))
+    _, ranks = job(note(), TurnNote(models="Other", share=0.5, tensors=9, seconds=1.0, why_not=""))
     run(ranks, 200)
     assert ranks[1].heard[0][1].why_not == "the ranks train different models"
 

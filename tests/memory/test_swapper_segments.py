@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kilter.memory.engine import CpuStandIn, Swapper, call_choice, pass_kinds, segments
+from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
@@ -189,7 +189,8 @@ def in_part(monkeypatch: pytest.MonkeyPatch) -> list[SavedSegment]:
     the calls that were chosen."""
     chosen: list[SavedSegment] = []
 
-    def parts(record: PassRecord, *_: Any) -> tuple[SavedSegment, ...]:
+    def parts(choice: call_choice.CallChoice) -> tuple[SavedSegment, ...]:
+        record = choice.record
         sizes = [sum(record.data[n].size_bytes for n in one.members) for one in record.segments]
         spans = zip(record.segments, sizes, strict=True)
         choices = [SegmentChoice(one.first, one.last, size, 1.0) for one, size in spans]
@@ -198,7 +199,7 @@ def in_part(monkeypatch: pytest.MonkeyPatch) -> list[SavedSegment]:
         chosen.extend(one for one in found if one.members)
         return tuple(one for one in found if one.members)
 
-    monkeypatch.setattr(pass_kinds, "chosen_calls", parts)
+    monkeypatch.setattr(call_choice.CallChoice, "best", parts)
     return chosen
 
 

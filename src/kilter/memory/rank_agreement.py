@@ -43,6 +43,8 @@ class TurnNote(msgspec.Struct, frozen=True):
     """Those with checkpointing of their own."""
     share: float
     """Of their blocks, how many are to be checkpointed."""
+    tensors: int
+    """Saved in the largest pass."""
     seconds: float | None
     """Of an iteration; None: not measured."""
     why_not: str
@@ -55,6 +57,7 @@ class TurnNote(msgspec.Struct, frozen=True):
         return TurnNote(
             models=self.models,
             share=max(self.share, other.share),
+            tensors=max(self.tensors, other.tensors),
             seconds=max(self.seconds or 0.0, other.seconds or 0.0) if both else None,
             why_not=self.why_not or other.why_not or unlike,
         )

@@ -56,7 +56,10 @@ class RecomputeWay(Enum):
 
 class RecomputeChoice:
     """Compares ways on the running job, two at a time. Called in the thread whose tensors are
-    governed."""
+    governed.
+
+    It has more attributes than most classes: what each way has shown, and what was said to the
+    other ranks, has to last from one iteration's end to the next."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class RecomputeChoice:
         self._said = False
         """To the other ranks, which are not that far."""
         self._tensors = 0
-        """Saved in the largest pass."""
+        """Saved in the largest pass, by all ranks once they were heard."""
         self.plain_peak_bytes = 0
         """With everything kept, and the model's own checkpointing off."""
         self.words = ""
@@ -128,7 +131,7 @@ class RecomputeChoice:
 
     def _go_on(self, heard: TurnNote) -> None:
         """The turn is over on all ranks."""
-        self._why_not, self._share = heard.why_not, heard.share
+        self._why_not, self._share, self._tensors = heard.why_not, heard.share, heard.tensors
         if heard.seconds is not None:
             self._turns_s.append(heard.seconds)
         found = self._compared()
@@ -185,7 +188,11 @@ class RecomputeChoice:
                 return None
             self._why_not = f"{way.value} got no plan in time"
         return TurnNote(
-            models=self._models, share=self._share, seconds=measured_s, why_not=self._why_not
+            models=self._models,
+            share=self._share,
+            tensors=self._tensors,
+            seconds=measured_s,
+            why_not=self._why_not,
         )
 
     def _compared(self) -> dict[RecomputeWay, float]:

@@ -49,6 +49,8 @@ class CallChoice(NamedTuple):
     def best(self) -> Segments:
         """The calls with which a plan takes the least time; empty: single operations alone."""
         found = self.record.segments
+        if not found:
+            return ()
         sizes = [sum(self.record.data[n].size_bytes for n in one.members) for one in found]
         choices = [
             SegmentChoice(one.first, one.last, size_bytes or 1, one.recompute_s)
@@ -95,8 +97,3 @@ class CallChoice(NamedTuple):
         yield found
         for share in LEFT_OUT:
             yield [parts[int(share * len(parts)) :] for parts in found[-1:]]
-
-
-def chosen_calls(record: PassRecord, make_problem: MakeProblem, alone_s: float) -> Segments:
-    """The calls that a plan for this record is to recompute."""
-    return CallChoice(record, make_problem, alone_s).best() if record.segments else ()

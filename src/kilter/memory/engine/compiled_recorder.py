@@ -1,7 +1,7 @@
-"""The compiled recorder, `recorder.cpp`: built once for each version of PyTorch and of Python.
+"""The compiled library, `recorder.cpp`: built once for each version of PyTorch and of Python.
 
-Where it cannot be built (no C++ compiler, say) `recording.py` does the same in Python, and what the
-library finds out about saved tensors `tensor_hooks.py` and `store.py`.
+Where it cannot be built (no C++ compiler, say) Python does the same: `recording.py`, and
+`tensor_hooks.py` and `store.py` for what `saved_tensors.h` finds out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ LONGEST_BUILD_S = 300
 BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
+_SOURCES = _SOURCE, Path(__file__).with_name("saved_tensors.h")
 
 
 def library() -> Any:
@@ -135,7 +136,9 @@ def _not_built(why: str) -> Reason:
 @cache
 def built_path() -> Path:
     """Where it is built for this PyTorch, this Python and this source."""
-    key = hashlib.sha256(_SOURCE.read_bytes())
+    key = hashlib.sha256()
+    for source in _SOURCES:
+        key.update(source.read_bytes())
     for part in (torch.__version__, sys.implementation.cache_tag, platform.machine()):
         key.update(str(part).encode())
     return state_home(os.environ) / "built" / f"{_NAME}-{key.hexdigest()[:16]}.so"

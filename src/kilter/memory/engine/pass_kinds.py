@@ -16,7 +16,7 @@ from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
-from kilter.memory.engine.call_choice import chosen_calls
+from kilter.memory.engine.call_choice import CallChoice
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
@@ -392,7 +392,8 @@ class PassKinds:
             recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
         )
         calls = self._planner == "mix"
-        kind.segments = chosen_calls(kind.record, make_problem, self._alone_s) if calls else ()
+        choice = CallChoice(kind.record, make_problem, self._alone_s)
+        kind.segments = choice.best() if calls else ()
         problem, numbers = make_problem(kind.record, segments=kind.segments)
         if kind.segments:
             problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)

@@ -1,22 +1,18 @@
 // Records the operations that run in the call of a module, and runs them again: what recording.py
 // does, without Python for each operation. What holds for an operation is asked of Python once.
-// Below that, what tensor_hooks.py and store.py find out about each saved tensor.
+// Built with it is saved_tensors.h.
 
 #include <ATen/Context.h>
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+
+#include "saved_tensors.h"
 
 #include <atomic>
 #include <map>
@@ -569,247 +565,13 @@ void record(std::shared_ptr<Recorder> recorder) {
   present.swap(recorder);  // the one before is freed by the caller, who holds the lock of Python
 }
 
-// --- saved tensors -------------------------------------------------------------------------------
-
-// Each function has its double in Python, which is asked (None is given) where a tensor is not an
-// ordinary one. Nothing in here goes through the dispatcher.
-
-// Of Python; never freed.
-struct Names {
-  PyObject *tensor, *parameter, *itself, *view, *size, *leaf, *modes, *level, *dtype, *attributes;
-};
-Names names;
-
-void name(const py::object& itself, const py::object& view, const py::object& leaf) {
-  const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
-  const auto torch = py::module_::import("torch");
-  const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
-  names = {own(torch.attr("Tensor")),
-           own(torch.attr("nn").attr("Parameter")),
-           own(itself),
-           own(view),
-           own(torch.attr("Size")),
-           own(leaf),
-           own(modes),
-           PyUnicode_InternFromString("_current_level"),
-           PyUnicode_InternFromString("dtype"),
-           PyUnicode_InternFromString("attributes")};
-}
-
-// The program's operations are counted, changed or recorded, or have tangents.
-bool under_a_mode() {
-  if (c10::impl::TorchDispatchModeTLS::stack_len() || at::impl::PythonTorchFunctionTLS::stack_len())
-    return true;
-  PyObject* level = PyDict_GetItemWithError(names.modes, names.level);
-  return level == nullptr || PyLong_AsLong(level) >= 0;
-}
-
-bool of_class(PyObject* object, PyObject* kind) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == kind;
-}
-
-// A tensor of the framework's own class, dense, and neither lazy nor in a transform.
-bool ordinary(PyObject* object) {
-  if (!of_class(object, names.tensor) && !of_class(object, names.parameter)) return false;
-  const auto* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
-  const auto known = c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::ADInplaceOrView}) |
-                     c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset;
-  const auto others = impl->key_set() - known;
-  return (others.raw_repr() & ~c10::full_backend_mask) == 0 && impl->has_storage() &&
-         !impl->has_symbolic_sizes_strides();
-}
-
-// The Python object of what a tensor is a view of, or none.
-py::object base_of(const Tensor& tensor) {
-  if (!tensor.is_view()) return {};
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor._base()));
-}
-
-// As `tensor.detach()`: another tensor on the same memory, with the same counter of versions.
-py::object detached(const Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  auto alias = impl->shallow_copy_and_detach(impl->version_counter(), true);
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(Tensor(std::move(alias))));
-}
-
-py::object itself_of(PyObject* object) {
-  auto made = py::reinterpret_steal<py::object>(PyObject_CallOneArg(names.itself, object));
-  if (!made) throw python_error();
-  auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-  if (!own) throw python_error();
-  const bool any = of_class(object, names.tensor) && PyDict_GET_SIZE(own.ptr());
-  if (PyObject_SetAttr(made.ptr(), names.attributes, any ? own.ptr() : Py_None))
-    throw python_error();
-  return made;
-}
-
-// A tuple, or one of a class derived from it.
-PyObject* empty(PyObject* kind, size_t count) {
-  auto* type = reinterpret_cast<PyTypeObject*>(kind);
-  PyObject* made = type->tp_alloc(type, static_cast<Py_ssize_t>(count));
-  if (made == nullptr) throw python_error();
-  return made;
-}
-
-PyObject* const plain_tuple = reinterpret_cast<PyObject*>(&PyTuple_Type);
-
-template <class... Items>
-PyObject* tuple_of(PyObject* kind, const Items&... items) {
-  PyObject* made = empty(kind, sizeof...(items));
-  Py_ssize_t place = 0;
-  (PyTuple_SET_ITEM(made, place++, items.inc_ref().ptr()), ...);
-  return made;
-}
-
-py::object numbers(PyObject* kind, at::IntArrayRef values) {
-  PyObject* made = empty(kind, values.size());
-  for (size_t i = 0; i < values.size(); i++)
-    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(values[i]));
-  return py::reinterpret_steal<py::object>(made);
-}
-
-// `kept` of store.py.
-template <class... Items>
-PyObject* keep(PyObject* object, const Tensor& tensor, const py::object& base, Items... more) {
-  const auto version = py::int_(tensor._version());
-  if (tensor.is_leaf() || (base && of_class(base.ptr(), names.parameter)))
-    return tuple_of(plain_tuple, py::handle(object), version, py::handle(names.leaf), more...);
-  return tuple_of(plain_tuple, detached(tensor), version, itself_of(object), more...);
-}
-
-// `Store.kept`: of a tensor, and what is to follow.
-PyObject* kept(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* object = arguments[0];
-  if (!ordinary(object)) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(object);
-  return keep(object, tensor, base_of(tensor), py::handle(arguments[1]), py::handle(arguments[2]));
-  END_HANDLE_TH_ERRORS
-}
-
-py::object address(const c10::Storage& storage) {
-  return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage.unsafeGetStorageImpl()));
-}
-
-// What autograd holds instead of a tensor, or size and address of its storage if the engine takes
-// it (`TensorHooks.takes`). Of a tensor, the engine's device, and the least bytes that it takes.
-PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* object = arguments[0];
-  if (under_a_mode() || !ordinary(object)) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(object);
-  const auto base = base_of(tensor);
-  const auto least = static_cast<size_t>(PyLong_AsLongLong(arguments[2]));
-  const bool own = of_class(object, names.tensor) && (!base || of_class(base.ptr(), names.tensor));
-  if (!own || tensor.nbytes() < least ||
-      tensor.device() != reinterpret_cast<THPDevice*>(arguments[1])->device ||
-      (tensor.requires_grad() && tensor.is_leaf()))
-    return keep(object, tensor, base);
-  const c10::Storage& storage = tensor.storage();
-  const size_t size_bytes = storage.nbytes();
-  const Tensor& whole = base ? THPVariable_Unpack(base.ptr()) : tensor;
-  if (!whole.has_storage() ||
-      whole.storage().unsafeGetStorageImpl() != storage.unsafeGetStorageImpl()) Py_RETURN_NONE;
-  if (whole.nbytes() != size_bytes || size_bytes < least || !storage.resizable())
-    return keep(object, tensor, base);
-  // Python knows what other allocators there are for the CPU.
-  if (!tensor.is_cuda() &&
-      storage.data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter())
-    Py_RETURN_NONE;
-  return tuple_of(plain_tuple, py::int_(size_bytes), address(storage));
-  END_HANDLE_TH_ERRORS
-}
-
-// `covers` of store.py.
-bool covers(const Tensor& tensor, size_t size_bytes) {
-  return tensor.nbytes() == size_bytes && tensor.storage_offset() == 0 &&
-         (tensor.is_contiguous() ||
-          (tensor.dim() == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)));
-}
-
-// `held` of store.py.
-PyObject* held(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  if (!ordinary(object)) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(object);
-  const Tensor whole(tensor.is_view() ? tensor._base() : tensor);
-  const bool plain = covers(whole, tensor.storage().nbytes());
-  return tuple_of(plain_tuple, detached(plain ? whole : tensor), py::int_(tensor._version()),
-                  py::bool_(plain));
-  END_HANDLE_TH_ERRORS
-}
-
-// `Store.view`: of the saved storage, its alias, whether that is plain, and the tensor.
-PyObject* view(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* object = arguments[3];
-  if (!ordinary(object) || !ordinary(arguments[1])) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(object);
-  const Tensor& alias = THPVariable_Unpack(arguments[1]);
-  const auto saved = py::handle(arguments[0]);
-  const auto itself = itself_of(object);
-  const auto dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, names.dtype));
-  if (!dtype) throw python_error();
-  if (arguments[2] == Py_True && tensor.scalar_type() == alias.scalar_type() &&
-      tensor.sizes() == alias.sizes() && tensor.strides() == alias.strides())
-    return tuple_of(names.view, saved, itself, dtype, py::none(), py::tuple(0), py::int_(0));
-  return tuple_of(names.view, saved, itself, dtype, numbers(names.size, tensor.sizes()),
-                  numbers(plain_tuple, tensor.strides()), py::int_(tensor.storage_offset()));
-  END_HANDLE_TH_ERRORS
-}
-
-std::vector<int64_t> integers(PyObject* tuple) {
-  std::vector<int64_t> found;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
-    found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
-  return found;
-}
-
-// As `alias.as_strided(size, stride, offset)`, but no view.
-PyObject* laid_out(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  if (!ordinary(arguments[0])) Py_RETURN_NONE;
-  const auto* alias = THPVariable_Unpack(arguments[0]).unsafeGetTensorImpl();
-  auto made = alias->shallow_copy_and_detach(alias->version_counter(), true);
-  made->set_sizes_and_strides(integers(arguments[1]), integers(arguments[2]),
-                              PyLong_AsLongLong(arguments[3]));
-  return THPVariable_Wrap(Tensor(std::move(made)));
-  END_HANDLE_TH_ERRORS
-}
-
-// `_is_cast_of_parameter` of store.py.
-PyObject* is_cast_of_parameter(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  if (!ordinary(object)) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(object);
-  const auto node = (tensor.is_view() ? tensor._base() : tensor).grad_fn();
-  if (!node || node->name() != "ToCopyBackward0") Py_RETURN_FALSE;
-  const auto* before = node->next_edge(0).function.get();
-  return PyBool_FromLong(dynamic_cast<const torch::autograd::AccumulateGrad*>(before) != nullptr);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* is_under_a_mode(PyObject*, PyObject*) { return PyBool_FromLong(under_a_mode()); }
-
 // `unrecorded` of recording.py.
 PyObject* unrecorded(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Unrecorded now;
   return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<size_t>(count - 1), nullptr);
 }
 
-template <class Function>
-PyCFunction plain_function(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef functions[] = {
-    {"under_a_mode", is_under_a_mode, METH_NOARGS, nullptr},
-    {"pack", plain_function(pack), METH_FASTCALL, nullptr},
-    {"kept", plain_function(kept), METH_FASTCALL, nullptr},
-    {"held", held, METH_O, nullptr},
-    {"view", plain_function(view), METH_FASTCALL, nullptr},
-    {"laid_out", plain_function(laid_out), METH_FASTCALL, nullptr},
-    {"is_cast_of_parameter", is_cast_of_parameter, METH_O, nullptr},
+PyMethodDef recording_functions[] = {
     {"unrecorded", plain_function(unrecorded), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -831,5 +593,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("listen", torch::wrap_pybind_function(listen));
   m.def("record", &record);
   m.def("name", &name);
-  PyModule_AddFunctions(m.ptr(), functions);
+  PyModule_AddFunctions(m.ptr(), recording_functions);
+  PyModule_AddFunctions(m.ptr(), saved_tensor_functions);
 }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kilter.memory.engine import compiled_recorder, recording
+from kilter.memory.engine import recording
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
@@ -53,25 +53,29 @@ class _Running(NamedTuple):
     arguments: list[recording.Given]
     """The tensors that the module was called with."""
 
-    @classmethod
-    def of(cls, recorder: recording.CallRecorder, arguments: Any) -> _Running:
-        """A call begins."""
-        given = [
-            recording.Given(tensor, tensor._version, None)
-            for tensor in tensors_in(arguments)
-            if type(tensor) is torch.Tensor
-        ]
-        return cls(recorder, recorder.position, len(recorder.kept), given)
-
 
 class ModuleCall:
     """One call of a module, while it runs, and after that as far as it can be recomputed."""
 
     def __init__(
-        self, calls: ModuleCalls, module: torch.nn.Module, running: _Running, first: int
+        self,
+        calls: ModuleCalls,
+        module: torch.nn.Module,
+        arguments: Any,
+        recorder: recording.CallRecorder,
+        first: int,
     ) -> None:
         self._calls = calls
-        self.running: _Running | None = running
+        self.running: _Running | None = _Running(
+            recorder,
+            recorder.position,
+            len(recorder.kept),
+            [
+                recording.Given(tensor, tensor._version, None)
+                for tensor in tensors_in(arguments)
+                if type(tensor) is torch.Tensor
+            ],
+        )
         self.module = module
         self.first = first
         """Event of the pass that is the first one inside."""
@@ -106,11 +110,10 @@ class ModuleCall:
         number = recorder.storage_of(saved)
         return number if number >= 0 and recorder.made_at(number) >= begin else None
 
-    def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
+    def ended(self, members: Mapping[int, Saved], data: Sequence[Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
         tensors of the pass so far. `Foreign` if they cannot be recomputed."""
         self.members = [saved.itself for saved in members.values()]
-        data = list(data)
         self._resolve(list(members), list(members.values()), data, there=False)
         self.reads = self._read_by(members, data)
 
@@ -338,8 +341,6 @@ class ModuleCalls:
         """Under a plan: the call that is running and is recomputed. None of those in it is."""
         self._nested = False
         """Calls within calls are of interest."""
-        self._compiled: Any = None
-        """The compiled recorder, once there is one."""
         self._plain: Any = None
         self._ours: Any = None
         """In the place of `Module.__call__`; None: nothing is."""
@@ -393,8 +394,8 @@ class ModuleCalls:
 
     def _stand(self) -> None:
         self.watching = True
-        if self._compiled is None:
-            self._compiled = compiled_recorder.library()
+        if self.store.compiled is None:
+            self.store.use_library()
         if self._ours is not None:  # still there, or under a function of the program's
             return
         plain = self._plain = torch.nn.Module.__call__
@@ -462,8 +463,8 @@ class ModuleCalls:
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        recorder = recording.begin(self._guard, self._compiled)
-        call = ModuleCall(self, module, _Running.of(recorder, arguments), found[0])
+        recorder = recording.begin(self._guard, self.store.compiled)
+        call = ModuleCall(self, module, arguments, recorder, found[0])
         call.expected = found[1]
         opened.append(call)
         self.present = None if self._nested else call

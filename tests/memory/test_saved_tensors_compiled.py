@@ -1,13 +1,20 @@
-"""What is found out about a saved tensor: the compiled library and Python say the same."""
+"""What is found out about a saved tensor: the compiled library and Python say the same. And what it
+does by itself at the quiet events of a plan."""
 
 from __future__ import annotations
 
+import gc
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
@@ -16,8 +23,17 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper  # noqa: E402
+from kilter.memory.engine.due_moves import HELD_LONG, Overdue  # noqa: E402
+from kilter.memory.engine.position import NO_STEPS, NOTHING_OVERDUE, StepKind, packed_steps  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
-from kilter.memory.engine.store import Saved, View, _is_cast_of_parameter  # noqa: E402
+from kilter.memory.engine.store import (  # noqa: E402
+    EVICTED,
+    Pass,
+    Saved,
+    View,
+    _is_cast_of_parameter,
+    kept,
+)
 from kilter.memory.plan.problem import Link  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of kinds of tensors that are not finished
@@ -132,8 +148,7 @@ def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     found = [
         Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
     ]
-    found[0]._store.use_library()
-    assert found[0]._store.compiled is not None
+    assert found[0].hooks.use_library([]) is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()
 
@@ -188,10 +203,8 @@ def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
-    library, device = both[0]._store.compiled, torch.device("cpu")
-    decided = {
-        kind: library.pack(make(), device, MIN_BYTES) is not None for kind, make in KINDS.items()
-    }
+    position = both[0].hooks.use_library([])
+    decided = {kind: position.save(make()) is not None for kind, make in KINDS.items()}
     assert all(decided[kind] for kind in ("a result", "a small view", "a parameter"))
     assert not any(decided[kind] for kind in ("sparse", "nested", "a conjugate", "functional"))
 
@@ -230,8 +243,8 @@ def test_the_same_is_held_and_handed_out(both: tuple[Any, Any], kind: str) -> No
 
 
 def test_what_is_held_counts_the_program_s_writes(both: tuple[Any, Any]) -> None:
-    tensor = graph(32, 32)
-    kept, _, _ = both[0]._store.compiled.pack(tensor, torch.device("cpu"), 10**6)
+    tensor = graph(4, 4)
+    kept, _, _ = both[0].hooks.use_library([]).save(tensor)
     tensor.add_(1)
     assert kept._version == tensor._version == 1
     assert kept.data_ptr() == tensor.data_ptr()
@@ -257,7 +270,7 @@ def test_modes_of_the_program_are_seen(
     library, tensor = both[0]._store.compiled, graph(32, 32)
     with mode():
         assert library.under_a_mode() is under
-        assert (library.pack(tensor, torch.device("cpu"), MIN_BYTES) is None) is under
+        assert (both[0].hooks.use_library([]).save(tensor) is None) is under
     assert not library.under_a_mode()
 
 
@@ -269,3 +282,178 @@ def test_an_error_of_what_is_not_recorded_is_raised(both: tuple[Any, Any]) -> No
         with pytest.raises(ValueError, match="3"):
             call(fail, 3)
         assert call(max, 1, 2) == 2
+
+
+# Quiet events
+
+SIZE, CODE, OTHER = 4096, -1, -3
+
+
+class Walk:
+    """A pass of two events under a plan: a tensor is saved, and used."""
+
+    def __init__(self, library: Any, kind: StepKind = StepKind.KEPT) -> None:
+        self.fence = SimpleNamespace(down=False)
+        self.chosen: list[int] = []
+        self.within = Pass()
+        self.at = library.Position(self.chosen, self.fence, torch.device("cpu"), MIN_BYTES)
+        self.at.look_at = NOTHING_OVERDUE
+        steps = [(SIZE, CODE, kind), (CODE, CODE, kind)]
+        self.at.follow(packed_steps(steps), weakref.ref(self.within))
+
+
+@pytest.fixture
+def library(both: tuple[Any, Any]) -> Any:
+    return both[0]._store.compiled
+
+
+def test_quiet_events_are_seen_to(library: Any) -> None:
+    walk, tensor = Walk(library), graph(32, 32)
+    packed = walk.at.save(tensor)
+    assert described(packed[:3], tensor) == described(kept(tensor), tensor)
+    assert packed[3:] == (CODE, walk.within)
+    assert walk.at.event == 1
+    assert walk.at.use(packed) is packed[0]
+    assert walk.at.event == 2
+    assert len(walk.at.save(tensor)) == 2  # after the last event
+    assert walk.at.event == 2
+
+
+def test_what_is_small_is_no_event(library: Any) -> None:
+    walk = Walk(library)
+    packed = walk.at.save(graph(4, 4))
+    assert walk.at.use(packed) is packed[0]
+    assert walk.at.event == 0
+
+
+def down(walk: Walk) -> None:
+    walk.fence.down = True
+
+
+def gone(walk: Walk) -> None:
+    del walk.within
+
+
+EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
+    "kilter stepped aside": down,
+    "tensors are offloaded on demand": lambda walk: walk.chosen.append(1),
+    "something is overdue": lambda walk: setattr(walk.at, "look_at", walk.at.event + 1),
+    "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within)),
+    "the pass is over": gone,
+}
+
+
+@pytest.mark.parametrize("exception", list(EXCEPTIONS))
+def test_no_event_is_quiet_if(library: Any, exception: str) -> None:
+    walk, tensor = Walk(library), graph(32, 32)
+    if exception != "the pass is over":
+        packed = walk.at.save(tensor)
+        EXCEPTIONS[exception](walk)
+        assert walk.at.use(packed) is None
+        walk = Walk(library)
+    EXCEPTIONS[exception](walk)
+    assert len(walk.at.save(tensor)) == 2
+    assert walk.at.event == 0
+
+
+def test_other_events_than_the_plan_s_are_not_quiet(library: Any) -> None:
+    walk, tensor = Walk(library), graph(32, 32)
+    assert len(walk.at.save(graph(64, 64))) == 2
+    assert len(Walk(library, StepKind.MOVES).at.save(tensor)) == 2
+    assert len(Walk(library, StepKind.FOLLOWED).at.save(tensor)) == 2
+    packed = walk.at.save(tensor)
+    foreign = (*packed[:4], Pass())
+    assert walk.at.use(foreign) is None
+    assert walk.at.use((*packed[:3], OTHER, packed[4])) is None
+    assert walk.at.event == 1
+    tensor.add_(1)
+    assert walk.at.use(packed) is None  # Python raises the framework's error
+
+
+def followed(both: tuple[Any, Any], tensor: Tensor) -> tuple[Walk, Any]:
+    """A pass whose tensor the engine follows, at its use; and what autograd was given."""
+    store, walk = both[0]._store, Walk(both[0]._store.compiled, StepKind.FOLLOWED)
+    taken = both[0].hooks.takes(tensor)
+    view = store.view(store.save(tensor, *taken, walk.within, 0), tensor)
+    walk.at.event = 1
+    return walk, view
+
+
+def in_backward(ask: Callable[[], Any], *, retain_graph: bool = False) -> Any:
+    """The answer while backward runs."""
+    answers = []
+    result = torch.ones(1, requires_grad=True) * 2
+    result.register_hook(lambda _: answers.append(ask()))
+    result.backward(retain_graph=retain_graph)
+    return answers[0]
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_what_is_followed_and_there_is_handed_out(both: tuple[Any, Any], kind: str) -> None:
+    tensor = KINDS[kind]()
+    walk, view = followed(both, tensor)
+    found = in_backward(lambda: walk.at.use(view))
+    if found is None:  # of another type than its storage
+        assert kind == "a storage of another type"
+        return
+    expected = both[0]._store.tensor_of(view)
+    assert described(found, tensor) == described(expected, tensor)
+    assert torch.equal(found, tensor)
+    assert view.saved.handed_out
+    assert walk.at.event == 2
+
+
+ELSEWHERE: dict[str, Callable[[Walk, Any], object]] = {
+    "is not there": lambda walk, saved: setattr(saved, "state", EVICTED),
+    "was written to": lambda walk, saved: saved.alias.add_(1),
+    "is of another pass": lambda walk, saved: setattr(saved, "within", Pass()),
+    "is another one": lambda walk, saved: setattr(saved, "number", 1),
+    "is used once kilter stepped aside": lambda walk, saved: down(walk),
+    "is used where something is overdue": lambda walk, saved: setattr(walk.at, "look_at", 1),
+}
+
+
+@pytest.mark.parametrize("exception", list(ELSEWHERE))
+def test_what_is_followed_is_left_to_python_if_it(both: tuple[Any, Any], exception: str) -> None:
+    walk, view = followed(both, graph(32, 32))
+    state = view.saved.state
+    ELSEWHERE[exception](walk, view.saved)
+    assert in_backward(lambda: walk.at.use(view)) is None
+    assert not view.saved.handed_out
+    assert walk.at.event == 1
+    view.saved.state = state  # as the engine counts
+
+
+def test_in_a_backward_that_retains_its_graph_python_lends_it(both: tuple[Any, Any]) -> None:
+    walk, view = followed(both, graph(32, 32))
+    assert in_backward(lambda: walk.at.use(view), retain_graph=True) is None
+    assert walk.at.use(view) is None  # nor where the program looks at what is saved
+    assert in_backward(lambda: walk.at.use(view)) is not None
+
+
+def test_a_position_holds_nothing_alive(library: Any) -> None:
+    class Fence:
+        down = False
+
+    fence = Fence()
+    position = library.Position([], fence, torch.device("cpu"), MIN_BYTES)
+    fence.position = position
+    reference = weakref.ref(fence)
+    del fence, position
+    gc.collect()
+    assert reference() is None
+
+
+# What is overdue
+
+
+@given(st.integers(0, 2000))
+def test_what_the_program_holds_long_is_looked_at_seldom(held: int) -> None:
+    overdue, event, looks = Overdue(None, 0, 1), 1, 1
+    while event <= held:
+        overdue.wait(event)
+        event = overdue.look_at
+        looks += 1
+    assert event <= held + 1 + held // HELD_LONG
+    assert looks <= held + 1
+    assert looks <= 3 + HELD_LONG * (1 + math.log(1 + held))

@@ -23,15 +23,16 @@ class Demand:
         self._store = store
         self._surge_bytes: int | None = None
         """How far a pass went above the level; None before the first pass has ended."""
-        self._chosen: list[weakref.ref[Saved]] = []
-        """Data that are offloaded as soon as the program holds them no longer."""
+        self.chosen: list[weakref.ref[Saved]] = []
+        """Tensors that are offloaded as soon as the program holds them no longer. Always this
+        list."""
         self.spilled = 0
         self.refused: dict[str, Reason] = {}
         """The first reason of each code."""
 
     def begin(self) -> None:
         """A pass begins."""
-        self._chosen.clear()
+        self.chosen.clear()
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
         """A pass was watched to its end."""
@@ -47,15 +48,15 @@ class Demand:
         else:
             over = used_bytes > self.offload_above_bytes(budget_bytes)
         if over:
-            self._chosen.append(weakref.ref(saved))
+            self.chosen.append(weakref.ref(saved))
         return over
 
     def event(self) -> None:
         """Offload the chosen tensors that nothing else uses; the others wait for a later event."""
-        if not self._chosen:
+        if not self.chosen:
             return
         still = []
-        for reference in self._chosen:
+        for reference in self.chosen:
             saved = reference()
             if saved is None or not self._store.pending(saved):
                 continue
@@ -68,7 +69,7 @@ class Demand:
             self.spilled += left
             if not left:
                 still.append(reference)
-        self._chosen = still
+        self.chosen[:] = still
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """Bytes in use above which tensors are offloaded. `peak_bytes` is the peak of the first

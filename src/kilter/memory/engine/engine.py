@@ -36,6 +36,7 @@ from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
 from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
+from kilter.memory.engine.position import NO_STEPS, NOTHING_OVERDUE, Position
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
 from kilter.memory.engine.recompute import Reader
@@ -142,14 +143,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
         self._fence = fence
         self._moves = DueMoves(self._store)
-        self._followed, self._overdue = self._moves.followed, self._moves.overdue
+        self._followed = self._moves.followed
         self._guard = guard
         self._segments = self._segment_pass() if segments else None
         self._open = False
         self._measured = False
         self._boundary = False
         self._round = 0
-        self._event = 0
+        self._at = Position()
         self._plan: Ready | None = None
         self._deviated = False
         self._deviations = Deviations()
@@ -199,7 +200,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._collector.let_go()
         if self._store.within() is None:
             self._end_pass()
-        self._plan = None
+        self._follow(None)
         self._watch = None
         self._store.closing = True
         if self._store.alive == 0:
@@ -219,7 +220,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def event(self) -> int | None:
         """Operation of the present pass that is being issued, where that is known."""
         if self._plan is not None:
-            return self._event - 1
+            return self._at.event - 1
         return None if self._watch is None else self._watch.event
 
     def _next_event(self) -> int | None:
@@ -227,7 +228,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if not self._open or self._boundary or self._store.within() is None:
             return None
         if self._plan is not None:
-            return self._event
+            return self._at.event
         return None if self._watch is None else self._watch.event + 1
 
     @property
@@ -338,7 +339,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         takes for a tensor that is recomputed alone or offloaded, beyond what every plan counts."""
         if self._store.within() is None:
             self._end_pass()
-        elif self._plan is not None and self._event < len(self._plan.events):
+        elif self._plan is not None and self._at.event < len(self._plan.events):
             self._drop(self._plan)  # in the middle of a pass, which counts on calls being seen
         if calls and self._segments is None:
             self._segments = self._segment_pass()
@@ -353,6 +354,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._steps += 1
         self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None
+        if self._boundary:  # what is saved next begins a pass
+            self._at.follow(NO_STEPS, self._store.within)
 
     # Events
 
@@ -364,17 +367,17 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._end_pass()
             within = self._begin_pass(size_bytes)
         planned = self._plan
-        if planned is not None and planned.steps[self._event].expected != size_bytes:
+        if planned is not None and planned.steps[self._at.event].expected != size_bytes:
             planned = self._switch(planned, size_bytes)
         if planned is None:
             return self._save_unplanned(tensor, size_bytes, key, within)
-        _, number, due, followed, read, recomputed, called, version = planned.steps[self._event]
+        _, number, due, followed, read, recomputed, called, version = planned.steps[self._at.event]
         saved = store.find(tensor, key, within) if followed else None
         if followed and saved is not self._followed(number):
             self._drop(planned)
             return self._save_unplanned(tensor, size_bytes, key, within)
-        self._event += 1
-        if due is not None or self._overdue or self._measured:
+        self._at.event += 1
+        if due is not None or self._at.event >= self._at.look_at or self._measured:
             self._issue(planned, due)
         if not followed:
             return store.kept(tensor, use_code(number), within)
@@ -422,12 +425,12 @@ class Swapper(AbstractContextManager["Swapper"]):
             code = packed[3] if packed[4] is store.within() else FOREIGN
         planned = self._plan
         if planned is not None:
-            if planned.steps[self._event].expected != code:
+            if planned.steps[self._at.event].expected != code:
                 planned = self._switch(planned, code)
             if planned is not None:
-                due = planned.steps[self._event].due
-                self._event += 1
-                if due is not None or self._overdue or self._measured:
+                due = planned.steps[self._at.event].due
+                self._at.event += 1
+                if due is not None or self._at.event >= self._at.look_at or self._measured:
                     self._issue(planned, due)
                 self._demand.event()  # of a graph that is retained
             if view and saved.state == EVICTED and saved.host is not None:
@@ -448,7 +451,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 if self._segments is not None:
                     self._segments.use(saved)
             self._watch.leave()
-        elif planned is not None and self._measured and self._event == len(planned.events):
+        elif planned is not None and self._measured and self._at.event == len(planned.events):
             self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
         return tensor
 
@@ -462,27 +465,36 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _issue(self, planned: Ready, due: Due | None) -> None:
         """Issue the moves that are due, or were before."""
-        if self._overdue:
-            self._moves.catch_up()
+        event = self._at.event
+        if event >= self._at.look_at:
+            self._moves.catch_up(event)
         if self._measured:
             self._weigh(planned, due)
         elif due is not None:
-            self._moves.carry_out(planned, due)
+            self._moves.carry_out(planned, due, event)
+        self._at.look_at = self._moves.look_at
 
     def _weigh(self, planned: Ready, due: Due | None) -> None:
         """Issue the moves in a pass that is measured: count what is held before and after them."""
-        store, event = self._store, self._event - 1
-        store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
+        store, event = self._store, self._at.event
+        store.beside_bytes = min(planned.beside_bytes[event - 1], store.beside_bytes)
         if due is not None:
-            self._moves.carry_out(planned, due)
-        store.beside_bytes = planned.beside_bytes[event]
+            self._moves.carry_out(planned, due, event)
+        store.beside_bytes = planned.beside_bytes[event - 1]
         store.hold(0)
+
+    def _follow(self, planned: Ready | None) -> None:
+        """The pass is under this plan from here on, or under none."""
+        self._plan = planned
+        quiet = not self._measured and not self._boundary
+        steps = planned.packed_steps if planned is not None and quiet else NO_STEPS
+        self._at.follow(steps, self._store.within)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""
-        other = self._kinds.branch(before, self._event, code)
+        other = self._kinds.branch(before, self._at.event, code)
         if other is not None and self._moves.on_host_alike(before, other):
-            self._plan = other
+            self._follow(other)
             if self._segments is not None:
                 self._segments.dropped()
             return other
@@ -498,18 +510,21 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _drop(self, planned: Ready) -> None:
         self._collector.let_go()
         self._moves.overdue.clear()
-        self._plan = None
+        self._at.look_at = NOTHING_OVERDUE
+        self._follow(None)
         if self._segments is not None:
             self._segments.dropped()
         self._deviated = True
         self._counts["deviations"] += 1
-        self._store.beside_bytes = planned.beside_bytes[min(self._event, len(planned.events) - 1)]
+        self._store.beside_bytes = planned.beside_bytes[
+            min(self._at.event, len(planned.events) - 1)
+        ]
 
     # Passes
 
     def _begin_pass(self, first: int) -> Pass:
         self._open = True
-        self._event = 0
+        self._at.event, self._at.look_at = 0, NOTHING_OVERDUE
         self._round += 1
         self._boundary = False
         self._moves.begin()
@@ -542,8 +557,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.waits = Waits(self._backend)
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
-        if self._plan is not None and self._store.compiled is None:
-            self._store.use_library()
+        if self._plan is not None and type(self._at) is Position:
+            self._at = self.hooks.use_library(self._demand.chosen) or self._at
+        self._follow(self._plan)
         if self._segments is not None:
             self._segments.begin_pass(self._watch, self._plan)
         return within
@@ -596,7 +612,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             if self._backend.used_bytes() is None:  # only the engine's own count is to be had
                 self._kinds.counted(planned, held_bytes)
         if planned is not None:
-            if self._event < len(planned.events):
+            if self._at.event < len(planned.events):
                 self._counts["deviations"] += 1
                 self._deviated = True
             else:
@@ -617,8 +633,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             if record.whole:
                 events = record.events
                 self._file(self._watch, record)
-        self._order.pass_ended(self._begun, events, self._event)
-        self._watch = self._plan = None
+        self._order.pass_ended(self._begun, events, self._at.event)
+        self._watch = None
+        self._follow(None)
 
     def _file(self, watch: Watch, record: PassRecord) -> None:
         self._kinds.refused |= watch.refused

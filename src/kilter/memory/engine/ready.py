@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
+from kilter.memory.engine.position import StepKind, packed_steps
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
@@ -52,6 +53,12 @@ class ReadyStep(NamedTuple):
     version: int = 0
     """How often a tensor that is saved had been written to before, when recipes were tried."""
 
+    @property
+    def kind(self) -> StepKind:
+        if self.due is not None:
+            return StepKind.MOVES
+        return StepKind.FOLLOWED if self.followed else StepKind.KEPT
+
 
 @dataclass(slots=True)
 class Ready:
@@ -64,6 +71,8 @@ class Ready:
     events: tuple[int, ...]
     steps: list[ReadyStep]
     """One for each event, and one after the last that matches no event."""
+    packed_steps: bytes
+    """What the compiled library needs of them."""
     places: dict[int, tuple[int, int]]
     """Where in the arena the tensors go, by number: offset and size."""
     beside_bytes: list[int]
@@ -158,6 +167,10 @@ def ready(
         numbers=numbers,
         events=record.events,
         steps=[*steps, ReadyStep(None)],
+        packed_steps=packed_steps(
+            (code if step.expected is None else step.expected, use_code(step.number), step.kind)
+            for step, code in zip(steps, record.events, strict=True)
+        ),
         places=places,
         beside_bytes=beside,
         segments={segment.first: segment for segment in called},

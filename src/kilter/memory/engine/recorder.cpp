@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "position.h"
 #include "saved_tensors.h"
 
 #include <atomic>
@@ -37,6 +38,7 @@ struct Foreign : std::runtime_error {
 
 struct Rules {
   std::string name, ends;
+  PyObject* text;  // the name; never freed
   bool looks, refused, unordered, random, memory, fills, norm;
   std::vector<size_t> writes;
 };
@@ -182,10 +184,10 @@ struct Rerun {
     return made;
   }
 
-  std::vector<std::string> operations() const {
-    std::vector<std::string> names;
-    for (const auto& step : steps) names.push_back(step->rules->name);
-    return names;
+  py::tuple operations() const {
+    py::tuple found(steps.size());
+    for (size_t i = 0; i < steps.size(); i++) found[i] = py::handle(steps[i]->rules->text);
+    return found;
   }
 };
 
@@ -240,6 +242,22 @@ class Recorder {
       numbers.push_back(found == numbers_.end() ? -1 : found->second);
     }
     return numbers;
+  }
+
+  // `CallRecorder.kept_since`.
+  py::dict kept_since(const py::list& kept, size_t begin) {
+    const Locked lock(mutex_);
+    py::dict found;
+    for (size_t i = begin; i < kept.size(); i++) {
+      PyObject* one = PyList_GET_ITEM(kept.ptr(), static_cast<Py_ssize_t>(i));
+      PyObject* object = PyTuple_GET_ITEM(one, 0);
+      if (!of_class(object, names.tensor) && !of_class(object, names.parameter)) continue;
+      const Tensor& tensor = THPVariable_Unpack(object);
+      if (!tensor.has_storage()) continue;
+      const auto number = numbers_.find(tensor.storage().unsafeGetStorageImpl());
+      if (number != numbers_.end()) found[py::int_(number->second)] = py::handle(one);
+    }
+    return found;
   }
 
   int64_t made_at(int64_t number) {
@@ -500,6 +518,7 @@ const Rules* rules_of(const c10::OperatorHandle& operation) {
     const py::object asked = py::module_::import("kilter.memory.engine.recording")
                                  .attr("rules_named")(schema->name(), schema->overload_name());
     rules->name = asked.attr("full_name").cast<std::string>();
+    rules->text = PyUnicode_InternFromString(rules->name.c_str());
     rules->ends = asked.attr("ends").cast<std::string>();
     rules->looks = asked.attr("looks").cast<bool>();
     rules->refused = asked.attr("refused").cast<bool>();
@@ -588,6 +607,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end", &Recorder::end)
       .def("position", &Recorder::position)
       .def("numbers_of", &Recorder::numbers_of)
+      .def("kept_since", &Recorder::kept_since)
       .def("made_at", &Recorder::made_at)
       .def("program", &Recorder::program);
   m.def("listen", torch::wrap_pybind_function(listen));
@@ -595,4 +615,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("name", &name);
   PyModule_AddFunctions(m.ptr(), recording_functions);
   PyModule_AddFunctions(m.ptr(), saved_tensor_functions);
+  m.attr("Position") = py::reinterpret_steal<py::object>(PyType_FromSpec(&position_type));
 }

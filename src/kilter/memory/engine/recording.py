@@ -219,8 +219,6 @@ class Given(NamedTuple):
     """The object itself. (Others that are made here, below autograd, would count versions of their
     own.)"""
     version: int
-    root: torch.Tensor | None
-    """The parameter that it is, or is a view of."""
 
 
 def root_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -292,12 +290,18 @@ class CallRecorder(ABC):
         pairs = zip(several, numbers, strict=True)
         self._left |= {saved.number: number for saved, number in pairs if number >= 0}
 
-    def storage_of(self, saved: Saved) -> int:
-        """The number of a tensor's storage, evicted or not; -1 if it has none."""
-        number = self._left.get(saved.number, -1)
-        if number < 0 and saved.alias is not None:
-            (number,) = self.numbers_of([saved.alias])
-        return number
+    def storages_of(self, several: Sequence[Saved]) -> Sequence[int]:
+        """The numbers of the storages of tensors, evicted or not; -1 for one that has none."""
+        here = [saved for saved in several if saved.number not in self._left]
+        aliases = [saved.alias for saved in here if saved.alias is not None]
+        if len(aliases) == len(several):
+            return self.numbers_of(aliases)
+        numbers = iter(self.numbers_of(aliases))
+        return [
+            left if left is not None else -1 if saved.alias is None else next(numbers)
+            for saved in several
+            for left in (self._left.get(saved.number),)
+        ]
 
     def kept_since(self, begin: int) -> dict[int, tuple[torch.Tensor, int, Any]]:
         """By storage, what autograd keeps as it is, without the first `begin` of that."""
@@ -429,7 +433,7 @@ class OperationRecorder(CallRecorder):
         version = tensor._version
         if number is None:
             number = self._count(tensor, -1)
-            self._given[number] = Given(tensor, version, root_of(tensor))
+            self._given[number] = Given(tensor, version)
         elif self._versions[number] != version:
             raise Foreign("a tensor was written to by what is no operation")
         self._reads.add(number)
@@ -545,6 +549,10 @@ class CompiledRecorder(CallRecorder):
     def end(self, why: str) -> None:
         self._native.end(why)
 
+    def kept_since(self, begin: int) -> dict[int, tuple[torch.Tensor, int, Any]]:
+        kept: dict[int, tuple[torch.Tensor, int, Any]] = self._native.kept_since(self.kept, begin)
+        return kept
+
     def program(
         self,
         begin: int,
@@ -559,7 +567,7 @@ class CompiledRecorder(CallRecorder):
         for number, tensor, version in found:
             if tensor is not None and type(tensor) not in _KINDS:
                 raise Foreign(f"an operation reads a {type(tensor).__name__}")
-            given[number] = None if tensor is None else Given(tensor, version, root_of(tensor))
+            given[number] = None if tensor is None else Given(tensor, version)
         return rerun, given
 
 

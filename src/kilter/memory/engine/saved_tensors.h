@@ -11,6 +11,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -21,9 +22,12 @@ namespace {
 
 using at::Tensor;
 
+constexpr long long kResident = 0;  // RESIDENT of store.py
+
 // Of Python; never freed.
 struct Names {
-  PyObject *tensor, *parameter, *itself, *view, *size, *leaf, *modes, *level, *dtype, *attributes;
+  PyObject *tensor, *parameter, *itself, *view, *size, *leaf, *modes, *level, *dtype, *attributes,
+      *down, *within, *state, *alias, *version, *number, *handed_out;
 };
 Names names;
 
@@ -40,7 +44,14 @@ void name(const py::object& itself, const py::object& view, const py::object& le
            own(modes),
            PyUnicode_InternFromString("_current_level"),
            PyUnicode_InternFromString("dtype"),
-           PyUnicode_InternFromString("attributes")};
+           PyUnicode_InternFromString("attributes"),
+           PyUnicode_InternFromString("down"),
+           PyUnicode_InternFromString("within"),
+           PyUnicode_InternFromString("state"),
+           PyUnicode_InternFromString("alias"),
+           PyUnicode_InternFromString("version"),
+           PyUnicode_InternFromString("number"),
+           PyUnicode_InternFromString("handed_out")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.
@@ -139,17 +150,14 @@ py::object address(const c10::Storage& storage) {
 }
 
 // What autograd holds instead of a tensor, or size and address of its storage if the engine takes
-// it (`TensorHooks.takes`). Of a tensor, the engine's device, and the least bytes that it takes.
-PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject* object = arguments[0];
+// it (`TensorHooks.takes`); then `taken` is that size.
+PyObject* pack(PyObject* object, PyObject* device, size_t least, size_t& taken) {
   if (under_a_mode() || !ordinary(object)) Py_RETURN_NONE;
   const Tensor& tensor = THPVariable_Unpack(object);
   const auto base = base_of(tensor);
-  const auto least = static_cast<size_t>(PyLong_AsLongLong(arguments[2]));
   const bool own = of_class(object, names.tensor) && (!base || of_class(base.ptr(), names.tensor));
   if (!own || tensor.nbytes() < least ||
-      tensor.device() != reinterpret_cast<THPDevice*>(arguments[1])->device ||
+      tensor.device() != reinterpret_cast<THPDevice*>(device)->device ||
       (tensor.requires_grad() && tensor.is_leaf()))
     return keep(object, tensor, base);
   const c10::Storage& storage = tensor.storage();
@@ -163,8 +171,8 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   if (!tensor.is_cuda() &&
       storage.data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter())
     Py_RETURN_NONE;
+  taken = size_bytes;
   return tuple_of(plain_tuple, py::int_(size_bytes), address(storage));
-  END_HANDLE_TH_ERRORS
 }
 
 // `covers` of store.py.
@@ -212,15 +220,18 @@ std::vector<int64_t> integers(PyObject* tuple) {
   return found;
 }
 
+PyObject* laid_out(const Tensor& alias, PyObject* size, PyObject* stride, PyObject* offset) {
+  const auto* impl = alias.unsafeGetTensorImpl();
+  auto made = impl->shallow_copy_and_detach(impl->version_counter(), true);
+  made->set_sizes_and_strides(integers(size), integers(stride), PyLong_AsLongLong(offset));
+  return THPVariable_Wrap(Tensor(std::move(made)));
+}
+
 // As `alias.as_strided(size, stride, offset)`, but no view.
 PyObject* laid_out(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!ordinary(arguments[0])) Py_RETURN_NONE;
-  const auto* alias = THPVariable_Unpack(arguments[0]).unsafeGetTensorImpl();
-  auto made = alias->shallow_copy_and_detach(alias->version_counter(), true);
-  made->set_sizes_and_strides(integers(arguments[1]), integers(arguments[2]),
-                              PyLong_AsLongLong(arguments[3]));
-  return THPVariable_Wrap(Tensor(std::move(made)));
+  return laid_out(THPVariable_Unpack(arguments[0]), arguments[1], arguments[2], arguments[3]);
   END_HANDLE_TH_ERRORS
 }
 
@@ -236,6 +247,28 @@ PyObject* is_cast_of_parameter(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
+// `Store.alone`: of a tensor, and how many users its storage has then.
+PyObject* alone(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  if (!ordinary(arguments[0])) Py_RETURN_NONE;
+  const c10::Storage& storage = THPVariable_Unpack(arguments[0]).storage();
+  // Of some versions of the framework, Python's object for the storage counts from when it is made.
+  Py_XDECREF(THPStorage_Wrap(storage));
+  return PyBool_FromLong(static_cast<long>(storage.use_count()) == PyLong_AsLong(arguments[1]));
+  END_HANDLE_TH_ERRORS
+}
+
+// `Store._arrived`: sets the counter of writes; the address of the storage.
+PyObject* arrived(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  if (!ordinary(arguments[0])) Py_RETURN_NONE;
+  const Tensor& tensor = THPVariable_Unpack(arguments[0]);
+  auto counter = tensor.unsafeGetTensorImpl()->version_counter();  // the same one
+  counter.set_version(PyLong_AsLongLong(arguments[1]));
+  return address(tensor.storage()).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* is_under_a_mode(PyObject*, PyObject*) { return PyBool_FromLong(under_a_mode()); }
 
 template <class Function>
@@ -245,11 +278,12 @@ PyCFunction plain_function(Function function) {
 
 PyMethodDef saved_tensor_functions[] = {
     {"under_a_mode", is_under_a_mode, METH_NOARGS, nullptr},
-    {"pack", plain_function(pack), METH_FASTCALL, nullptr},
     {"kept", plain_function(kept), METH_FASTCALL, nullptr},
     {"held", held, METH_O, nullptr},
     {"view", plain_function(view), METH_FASTCALL, nullptr},
-    {"laid_out", plain_function(laid_out), METH_FASTCALL, nullptr},
+    {"laid_out", plain_function(static_cast<_PyCFunctionFast>(laid_out)), METH_FASTCALL, nullptr},
+    {"alone", plain_function(alone), METH_FASTCALL, nullptr},
+    {"arrived", plain_function(arrived), METH_FASTCALL, nullptr},
     {"is_cast_of_parameter", is_cast_of_parameter, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -54,8 +54,10 @@ class SegmentPass:
         """A pass begins that is watched, or runs under a plan, or neither."""
         self._watch = watch if watch is not None and watch.trial else None
         self._plan = plan if plan is not None and plan.segments else None
-        trial = self._watch is not None
-        self.calls.begin_pass(trial or self._plan is not None, nested=trial)
+        wanted = None
+        if self._plan is not None:
+            wanted = frozenset(id(segment.module()) for segment in self._plan.segments.values())
+        self.calls.begin_pass(self._watch is not None or wanted is not None, wanted)
 
     def dropped(self) -> None:
         """The pass has departed from its plan."""

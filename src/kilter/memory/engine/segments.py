@@ -14,9 +14,9 @@ else is no segment.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class ModuleCall:
             recorder.position,
             len(recorder.kept),
             [
-                recording.Given(tensor, tensor._version, None)
+                recording.Given(tensor, tensor._version)
                 for tensor in tensors_in(arguments)
                 if type(tensor) is torch.Tensor
             ],
@@ -107,7 +107,7 @@ class ModuleCall:
         """The storage of a tensor, if the call has made that storage."""
         assert self.running is not None
         recorder, begin = self.running[:2]
-        number = recorder.storage_of(saved)
+        (number,) = recorder.storages_of([saved])
         return number if number >= 0 and recorder.made_at(number) >= begin else None
 
     def ended(self, members: Mapping[int, Saved], data: Sequence[Saved]) -> None:
@@ -122,7 +122,8 @@ class ModuleCall:
     ) -> dict[int, frozenset[int]]:
         assert self.running is not None
         recorder = self.running.recorder
-        found = {storage: one for one in data if (storage := recorder.storage_of(one)) >= 0}
+        pairs = zip(recorder.storages_of(data), data, strict=True)
+        found = {storage: one for storage, one in pairs if storage >= 0}
         reads = {}
         for storage, saved in members.items():
             there = {*found} - {storage}
@@ -133,7 +134,7 @@ class ModuleCall:
             reads[saved.number] = frozenset(found[one].number for one in given if one in found)
         return reads
 
-    def ended_as_planned(self, sources: Iterable[Saved], copied: frozenset[int]) -> None:
+    def ended_as_planned(self, sources: Sequence[Saved], copied: frozenset[int]) -> None:
         """The same under a plan, with the tensors that are read; `copied` are the numbers of those
         that are copied for that."""
         assert self.running is not None
@@ -148,7 +149,7 @@ class ModuleCall:
         self,
         wanted: Sequence[int],
         members: Sequence[Saved],
-        data: Iterable[Saved],
+        data: Sequence[Saved],
         copied: frozenset[int] = frozenset(),
         like: Sequence[torch.Tensor] = (),
         *,
@@ -158,7 +159,7 @@ class ModuleCall:
         running = self.running
         assert running is not None
         recorder = running.recorder
-        found = {recorder.storage_of(saved): saved for saved in data}
+        found = dict(zip(recorder.storages_of(data), data, strict=True))
         read = {n for n, saved in found.items() if n >= 0 and (there or saved.cast)}
         kept = recorder.kept_since(running.kept)
         read = read.union(kept).difference(wanted)
@@ -211,7 +212,8 @@ class ModuleCall:
             if number not in numbers:
                 raise Foreign("reads what is gone")
             given = running.arguments[numbers.index(number)]
-        tensor, version, root = given
+        tensor, version = given
+        root = recording.root_of(tensor)
         storage = tensor.untyped_storage()
         if tensor._version != version:
             raise Foreign("the call has written to what it reads")
@@ -341,6 +343,8 @@ class ModuleCalls:
         """Under a plan: the call that is running and is recomputed. None of those in it is."""
         self._nested = False
         """Calls within calls are of interest."""
+        self._wanted: frozenset[int] | None = None
+        """By identity the modules of which a call may be of interest; None: all."""
         self._plain: Any = None
         self._ours: Any = None
         """In the place of `Module.__call__`; None: nothing is."""
@@ -351,7 +355,7 @@ class ModuleCalls:
         )
 
     def enter(self) -> None:
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
 
     def exit(self) -> None:
         self._stand_aside()
@@ -362,9 +366,11 @@ class ModuleCalls:
             kept = [each for each in compiler.start_callbacks if each != self._compiles]
             compiler.start_callbacks = kept
 
-    def begin_pass(self, watching: bool, nested: bool) -> None:
+    def begin_pass(self, watching: bool, wanted: frozenset[int] | None) -> None:
+        """`wanted` are the identities of the modules of which a call may be of interest. None: all,
+        and calls within calls are as well."""
         self._copies.clear()
-        self._nested = nested
+        self._wanted, self._nested = wanted, wanted is None
         if watching and not torch_internals.anything_compiled() and self._hears_of_compiling():
             self._stand()
         else:
@@ -401,7 +407,8 @@ class ModuleCalls:
         plain = self._plain = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not self.watching or self.present or threading.get_ident() != self._thread:
+            unwanted = self._wanted is not None and id(module) not in self._wanted
+            if unwanted or not self.watching or self.present or get_ident() != self._thread:
                 return plain(module, *args, **kwargs)
             opened: list[ModuleCall] = []
             outermost = recording.present is None
@@ -464,7 +471,8 @@ class ModuleCalls:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         recorder = recording.begin(self._guard, self.store.compiled)
-        call = ModuleCall(self, module, arguments, recorder, found[0])
+        # What the outermost call is called with, no operation of the recording has made.
+        call = ModuleCall(self, module, arguments if self._nested else (), recorder, found[0])
         call.expected = found[1]
         opened.append(call)
         self.present = None if self._nested else call

@@ -536,8 +536,11 @@ class Store:
         self._arrived(saved, saved.alias)
 
     def _arrived(self, saved: Saved, alias: torch.Tensor) -> None:
-        set_version(alias, saved.version)  # filling it counted as a write
-        key = alias.untyped_storage()._cdata
+        # Filling it counted as a write.
+        key = self.compiled and self.compiled.arrived(alias, saved.version)
+        if key is None:
+            set_version(alias, saved.version)
+            key = alias.untyped_storage()._cdata
         # From here on nothing can fail.
         saved.alias, saved.key, saved.state = alias, key, RESIDENT
         self._resident[key] = saved.itself
@@ -565,8 +568,12 @@ class Store:
     def alone(self, tensor: torch.Tensor, *, aliases: int = 0) -> bool:
         """No other tensor holds this one's storage, but for so many aliases. The count is compared
         with that of a lone tensor, since the framework's own wrapper counts too."""
-        users = torch_internals.storage_use_count(tensor.untyped_storage()._cdata)
-        return bool(users == self._one + aliases)
+        expected = self._one + aliases
+        found = self.compiled and self.compiled.alone(tensor, expected)
+        if found is None:
+            users = torch_internals.storage_use_count(tensor.untyped_storage()._cdata)
+            found = users == expected
+        return bool(found)
 
     def hold(self, change_bytes: int) -> None:
         self.held_bytes += change_bytes

@@ -58,6 +58,8 @@ class TensorHooks:
         fence: Fence | None,
     ) -> None:
         self._store = store
+        self._quiet: Any = None
+        """The compiled `Position`, which sees to quiet events; None: there is none."""
         self._device = device
         self._min_bytes = min_bytes
         self._save = save
@@ -88,6 +90,16 @@ class TensorHooks:
         if not self.thread_ended:
             self._hooks.__exit__(*(exception or (None, None, None)))
 
+    def use_library(self, chosen: list[Any]) -> Any:
+        """From here on have the compiled library do what it can, if there is one, and its
+        `Position`; else None. While something is in `chosen` no event is quiet."""
+        self._store.use_library()
+        if self._store.compiled is not None:
+            self._quiet = self._store.compiled.Position(
+                chosen, self._fence, self._device, self._min_bytes
+            )
+        return self._quiet
+
     def step_in(self) -> None:
         """Between passes, after `exit`, in the same thread."""
         self._hooks.__enter__()
@@ -107,33 +119,36 @@ class TensorHooks:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
         each saved tensor, in forward, where the host is ahead of the device the least."""
-        by = recording.present
-        if by is None:
-            return self._pack_any(tensor)
-        packed = by.unrecorded(self._pack_any, tensor)
-        if len(packed) == 3:
+        by, quiet = recording.present, self._quiet
+        packed = None if quiet is None else quiet.save(tensor)
+        if packed is None or len(packed) == 2:
+            if by is None:
+                return self._pack_any(tensor, packed)
+            packed = by.unrecorded(self._pack_any, tensor, packed)
+        if by is not None and len(packed) == 3:
             by.recorder.kept.append(packed)
         return packed
 
-    def _pack_any(self, tensor: Tensor) -> Any:
-        compiled = self._store.compiled
-        found = compiled and compiled.pack(tensor, self._device, self._min_bytes)
-        if found is None:
-            if _under_a_mode():
-                return self._apart(self._pack_tensor, tensor, type(tensor))
-            return self._pack_tensor(tensor)
-        return self._save_large(tensor, *found) if len(found) == 2 else found
+    def _pack_any(self, tensor: Tensor, taken: tuple[int, int] | None) -> Any:
+        if taken is not None:
+            return self._save_large(tensor, *taken)
+        if _under_a_mode():
+            return self._apart(self._pack_tensor, tensor, type(tensor))
+        return self._pack_tensor(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         """The tensor again, likewise."""
+        quiet = self._quiet
+        tensor: Tensor | None = None if quiet is None else quiet.use(packed)
+        if tensor is not None:
+            return tensor
         compiled, by = self._store.compiled, recording.present
         try:
             if by is not None:
-                tensor: Tensor = by.unrecorded(self._unpack_any, packed)
-                return tensor
+                return by.unrecorded(self._unpack_any, packed)
             if compiled is None or compiled.under_a_mode():
                 return self._unpack_any(packed)
-            return whole(packed) if len(packed) == 3 else self._use_large(packed)
+            return self._unpack_tensor(packed)
         except Modified as error:
             error.raise_in_the_program(packed, original_of(packed))
 

@@ -1,0 +1,57 @@
+"""Where the present pass is in its plan.
+
+At most events of a plan nothing moves: a tensor that autograd keeps is saved or used, or one is
+used that is there. The compiled library sees to these *quiet* events by itself, as long as they are
+those that the plan expects (`position.h`). Without it the engine looks at each.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any
+
+NO_STEPS = b""
+"""No event is quiet."""
+NOTHING_OVERDUE = 2**62
+"""After the last event."""
+
+
+class Position:
+    """In Python, where none is quiet. The compiled one also has
+
+    - `save(tensor)`, which gives what autograd holds instead of a tensor that is saved, if that is
+      a quiet event, or the engine does not take the tensor; size and address of the storage, if
+      the engine takes it; or None: not known;
+    - `use(packed)`, which gives the tensor that was saved, if this is a quiet event, or none; or
+      None: not known.
+    """
+
+    __slots__ = ("event", "look_at")
+
+    def __init__(self) -> None:
+        self.event = 0
+        """How many events the pass had under its plan."""
+        self.look_at = NOTHING_OVERDUE
+        """From this event on the engine has to look at what is overdue."""
+
+    def follow(self, steps: bytes, within: weakref.ref[Any]) -> None:
+        """From here on these are the steps (`packed_steps`), of this pass."""
+
+
+class StepKind(IntEnum):
+    """What happens at an event of a plan."""
+
+    MOVES = 0
+    FOLLOWED = 1
+    """Nothing moves; the engine follows the tensor."""
+    KEPT = 2
+    """Nothing moves, and autograd keeps the tensor."""
+
+
+def packed_steps(steps: Iterable[tuple[int, int, StepKind]]) -> bytes:
+    """For each event what is expected (the storage's size where a tensor is saved, `use_code` where
+    it is used), the `use_code` of its tensor, and the kind."""
+    return b"".join(struct.pack("=qqq", *step) for step in steps)

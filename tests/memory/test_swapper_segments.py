@@ -179,7 +179,7 @@ def governed(
 @pytest.fixture
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are recomputed, whatever was measured; nor is time spent on finding out."""
-    monkeypatch.setattr(call_choice, "best_set", lambda choices, _: levels(choices)[0])
+    monkeypatch.setattr(call_choice, "best_set", lambda choices, *_: levels(choices)[0])
     monkeypatch.setattr(call_choice, "levels", lambda _: [])
 
 

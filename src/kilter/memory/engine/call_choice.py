@@ -56,10 +56,9 @@ class CallChoice(NamedTuple):
             SegmentChoice(one.first, one.last, size_bytes or 1, one.recompute_s)
             for one, size_bytes in zip(found, sizes, strict=True)
         ]
-        named = best_set(choices, lambda some, s: self._cost_s(tuple(found[i] for i in some), s))
-        best = tuple(found[i] for i in named)
-        best_s = self._cost_s(best, inf)
-        for level in levels(choices)[:LARGEST_LEVELS]:
+        best: Segments = ()
+        best_s = inf
+        for level in levels(choices)[:LARGEST_LEVELS]:  # first: nearly always the best
             calls = sorted((found[i] for i in level), key=lambda one: one.first)
             for several in self._parts(calls, max(sizes[i] for i in level)):
                 costs_s = [self._cost_s(parts, inf) for parts in several]
@@ -68,7 +67,10 @@ class CallChoice(NamedTuple):
                     best, best_s = several[costs_s.index(least_s)], least_s
                 if least_s < inf:
                     break
-        return best
+        whole = best_set(
+            choices, lambda some, s: self._cost_s(tuple(found[i] for i in some), s), best_s
+        )
+        return best if whole is None else tuple(found[i] for i in whole)
 
     def _cost_s(self, segments: Segments, below_s: float) -> float:
         problem, _ = self.make_problem(self.record, segments=segments)

@@ -69,14 +69,14 @@ def roughly(problem: Problem, below_s: float = inf) -> tuple[Schedule, Simulated
     if problem.floor_bytes > problem.budget_bytes:
         raise BudgetTooSmall(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem), REACHES[0])
-    found = _search(problem, order, len(order) // ROUGHLY, below_s)
+    found = _search(problem, order, len(order) // ROUGHLY, below_s, rounds=1)
     if found is None:
         raise PlanError(TOO_FEW)
     return found
 
 
 def _search(
-    problem: Problem, order: list[int], finest: int, below_s: float
+    problem: Problem, order: list[int], finest: int, below_s: float, rounds: int = 2
 ) -> tuple[Schedule, SimulatedPass] | None:
     """The best number of intervals to recompute, taken from the front of `order`; to within
     `finest`. None if the budget is met, at a cost below `below_s`, with none of them. What could
@@ -90,8 +90,8 @@ def _search(
         if count not in tried:
             recomputed = _needed(problem, order[:count])
             again_s = sum(problem.intervals[i].recompute_s or 0.0 for i in recomputed)
-            least_s = problem.compute_s + again_s + _host_s(problem, recomputed)
-            found = swap_rest(problem, recomputed) if least_s < best_s else None
+            left_s = best_s - problem.compute_s - again_s - _host_s(problem, recomputed)
+            found = swap_rest(problem, recomputed, left_s, rounds) if left_s > 0 else None
             tried[count] = inf if found is None else cost_s(problem, *found)
             if tried[count] < best_s:
                 best, best_s = found, tried[count]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from math import inf
 
 import numpy as np
 
@@ -22,10 +23,12 @@ def judged(
     problem: Problem,
     offloaded: Iterable[int],
     recomputed: frozenset[int] = frozenset(),
+    left_s: float = inf,
     rounds: int = 2,
 ) -> tuple[Schedule, SimulatedPass] | None:
     """A schedule that offloads (a part of) `offloaded` and recomputes `recomputed`, and what the
-    simulator says of it; None if they free too little for the budget.
+    simulator says of it; None if they free too little for the budget, or what counts for offloading
+    (`Problem.moved_s`) is `left_s` or more.
 
     Each round but the first knows from the simulator when transfers are complete: their memory is
     free at once then, so that loads may start earlier. The best schedule is returned.
@@ -35,7 +38,7 @@ def judged(
     best: tuple[Schedule, SimulatedPass] | None = None
     for _ in range(rounds):
         moves = _moves(problem, chosen, recomputed, arrival)
-        if moves is None:
+        if moves is None or problem.moved_s * len(moves) >= left_s:
             return best
         schedule = Schedule(moves=moves, recomputed=tuple(sorted(recomputed)))
         outcome = simulate(problem, schedule)

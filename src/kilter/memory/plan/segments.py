@@ -1,9 +1,11 @@
 """Which calls of modules are worth recomputing as a whole: sets of them to be tried.
 
 A set holds no two calls of which one lies inside of the other. For each level of size there is the
-set of the largest calls up to that size (the blocks of a model, their halves, single layers), and
-of the best of these sets parts are tried, since less than all may be enough. Checkpointing of each
-block is one of the sets, so that no plan is worse than it but by mistake.
+set of the largest calls up to that size (the blocks of a model, their halves, single layers). Parts
+are tried of the best of these sets, since less than all may be enough, and of the largest ones,
+since all of a set may not fit: at the end of backward gradients fill the device, and what the first
+calls have saved is needed then. Checkpointing of each block is one of the sets, so that no plan is
+worse than it but by mistake.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ LEVELS = 6
 """Levels of size that are tried, from the largest call down; each is half of the one before."""
 SHARES_OF_SET = (0.75, 0.5, 0.25, 0.125)
 """Of a set of calls, such parts of it are tried as well."""
+LARGEST = 3
+"""Sets of which parts are tried in any case: their last calls."""
 
 
 class SegmentChoice(NamedTuple):
@@ -32,25 +36,36 @@ class SegmentChoice(NamedTuple):
 
 
 def best_set(
-    choices: Sequence[SegmentChoice], cost_s: Callable[[tuple[int, ...], float], float]
-) -> tuple[int, ...]:
-    """Indices of the calls with which `cost_s` is least; empty if none is better. Its second
-    argument is the cost to beat: if that is out of reach, it need not find out by how much."""
+    choices: Sequence[SegmentChoice],
+    cost_s: Callable[[tuple[int, ...], float], float],
+    below_s: float = inf,
+) -> tuple[int, ...] | None:
+    """Indices of the calls with which `cost_s` is least; None if it is below `below_s` with none.
+    Its second argument is the cost to beat: if that is out of reach, it need not find out by how
+    much."""
     tried: dict[tuple[int, ...], float] = {}
-    for level in levels(choices):
-        tried[level] = cost_s(level, min(tried.values(), default=inf))
-    whole = min(tried, key=tried.__getitem__, default=())
-    tried[()] = cost_s((), inf)
-    by_price = sorted(
-        whole, key=lambda i: (choices[i].recompute_s / choices[i].size_bytes, choices[i].first)
-    )
-    early = sorted(whole, key=lambda i: choices[i].first)
-    for order in (by_price, early, early[::-1]):
-        for part in SHARES_OF_SET:
-            some = tuple(order[: max(1, int(part * len(order)))])
-            if some and some not in tried:
-                tried[some] = cost_s(some, min(tried.values()))
-    return min(tried, key=lambda found: (tried[found], len(found)))
+
+    def try_set(some: tuple[int, ...]) -> None:
+        if some not in tried:
+            tried[some] = cost_s(some, min([below_s, *tried.values()]))
+
+    found = levels(choices)
+    for level in found:
+        try_set(level)
+    try_set(())
+
+    def try_shares(order: Sequence[int]) -> None:
+        for share in SHARES_OF_SET if order else ():
+            try_set(tuple(sorted(order[: max(1, int(share * len(order)))])))
+
+    for level in found[:LARGEST]:
+        try_shares(level[::-1])
+    whole = min(found, key=tried.__getitem__, default=())
+    try_shares(sorted(whole, key=lambda i: choices[i].recompute_s / choices[i].size_bytes))
+    try_shares(whole)
+    try_shares(whole[::-1])
+    best = min(tried, key=lambda found: (tried[found], len(found)))
+    return best if tried[best] < below_s else None
 
 
 def levels(choices: Sequence[SegmentChoice]) -> list[tuple[int, ...]]:
@@ -67,7 +82,7 @@ def levels(choices: Sequence[SegmentChoice]) -> list[tuple[int, ...]]:
             apart = not any(choice.overlaps(choices[other]) for other in chosen)
             if choice.size_bytes <= limit_bytes and apart:
                 chosen.append(index)
-        if chosen and (level := tuple(sorted(chosen))) not in found:
+        if chosen and (level := tuple(sorted(chosen, key=lambda i: choices[i].first))) not in found:
             found.append(level)
         limit_bytes //= 2
     return found

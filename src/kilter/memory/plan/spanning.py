@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from math import inf
 
 import numpy as np
 
@@ -40,9 +41,11 @@ def spanning(problem: Problem) -> Schedule:
 
 
 def swap_rest(
-    problem: Problem, recomputed: frozenset[int]
+    problem: Problem, recomputed: frozenset[int], left_s: float = inf, rounds: int = 2
 ) -> tuple[Schedule, SimulatedPass] | None:
-    """The best schedule that recomputes `recomputed` and offloads what it must of the rest."""
+    """The best schedule that recomputes `recomputed` and offloads what it must of the rest. None
+    where that is impossible, or what counts for offloading (`Problem.moved_s`) is `left_s` or more.
+    """
     if not problem.intervals:
         return None
     largest = max(interval.size_bytes for interval in problem.intervals)
@@ -59,7 +62,7 @@ def swap_rest(
         if chosen is None or chosen in tried:
             continue
         tried.add(chosen)
-        found = judged(problem, chosen, recomputed)
+        found = judged(problem, chosen, recomputed, left_s, rounds)
         if found and (best is None or found[1].iteration_s < best[1].iteration_s):
             best = found
         if best and best[1].stall_s <= 1e-3 * best[1].iteration_s:

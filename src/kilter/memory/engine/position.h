@@ -26,8 +26,8 @@ struct Position {
   long long event, look_at;
   PyObject* within;   // weak reference to the present pass, or None
   PyObject* steps;    // bytes
-  PyObject* chosen;   // list: while something is in it, no event is ordinary
-  PyObject* fence;    // or None
+  PyObject* chosen;   // list: while something is in it, no event is quiet
+  PyObject* fence;    // of kilter, or None
   PyObject* device;
   size_t least_bytes;
 };
@@ -90,7 +90,8 @@ PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
 const PlannedStep* quiet_step(const Position* self, long long code) {
   const auto count = PyBytes_GET_SIZE(self->steps) / static_cast<Py_ssize_t>(sizeof(PlannedStep));
   if (self->event >= count) return nullptr;
-  const PlannedStep& step = reinterpret_cast<const PlannedStep*>(PyBytes_AS_STRING(self->steps))[self->event];
+  const auto* steps = reinterpret_cast<const PlannedStep*>(PyBytes_AS_STRING(self->steps));
+  const PlannedStep& step = steps[self->event];
   if (step.kind == kMoves || step.expected != code || self->event + 1 >= self->look_at ||
       PyList_GET_SIZE(self->chosen))
     return nullptr;

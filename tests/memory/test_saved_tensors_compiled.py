@@ -4,7 +4,6 @@ does by itself at the quiet events of a plan."""
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -13,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
@@ -23,8 +20,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper  # noqa: E402
-from kilter.memory.engine.due_moves import HELD_LONG, Overdue  # noqa: E402
-from kilter.memory.engine.position import NO_STEPS, NOTHING_OVERDUE, StepKind, packed_steps  # noqa: E402
+from kilter.memory.engine.position import NO_STEPS, StepKind, packed_steps  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
@@ -148,7 +144,7 @@ def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     found = [
         Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
     ]
-    assert found[0].hooks.use_library([]) is not None
+    assert found[0].hooks.use_library() is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()
 
@@ -203,7 +199,7 @@ def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
-    position = both[0].hooks.use_library([])
+    position = both[0].hooks.use_library()
     decided = {kind: position.save(make()) is not None for kind, make in KINDS.items()}
     assert all(decided[kind] for kind in ("a result", "a small view", "a parameter"))
     assert not any(decided[kind] for kind in ("sparse", "nested", "a conjugate", "functional"))
@@ -244,7 +240,7 @@ def test_the_same_is_held_and_handed_out(both: tuple[Any, Any], kind: str) -> No
 
 def test_what_is_held_counts_the_program_s_writes(both: tuple[Any, Any]) -> None:
     tensor = graph(4, 4)
-    kept, _, _ = both[0].hooks.use_library([]).save(tensor)
+    kept, _, _ = both[0].hooks.use_library().save(tensor)
     tensor.add_(1)
     assert kept._version == tensor._version == 1
     assert kept.data_ptr() == tensor.data_ptr()
@@ -270,7 +266,7 @@ def test_modes_of_the_program_are_seen(
     library, tensor = both[0]._store.compiled, graph(32, 32)
     with mode():
         assert library.under_a_mode() is under
-        assert (both[0].hooks.use_library([]).save(tensor) is None) is under
+        assert (both[0].hooks.use_library().save(tensor) is None) is under
     assert not library.under_a_mode()
 
 
@@ -294,10 +290,12 @@ class Walk:
 
     def __init__(self, library: Any, kind: StepKind = StepKind.KEPT) -> None:
         self.fence = SimpleNamespace(down=False)
+        self.overdue: dict[int, None] = {}
         self.chosen: list[int] = []
         self.within = Pass()
-        self.at = library.Position(self.chosen, self.fence, torch.device("cpu"), MIN_BYTES)
-        self.at.look_at = NOTHING_OVERDUE
+        self.at = library.Position(
+            (self.overdue, self.chosen), self.fence, torch.device("cpu"), MIN_BYTES
+        )
         steps = [(SIZE, CODE, kind), (CODE, CODE, kind)]
         self.at.follow(packed_steps(steps), weakref.ref(self.within))
 
@@ -337,7 +335,7 @@ def gone(walk: Walk) -> None:
 EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
     "kilter stepped aside": down,
     "tensors are offloaded on demand": lambda walk: walk.chosen.append(1),
-    "something is overdue": lambda walk: setattr(walk.at, "look_at", walk.at.event + 1),
+    "something is overdue": lambda walk: walk.overdue.update({1: None}),
     "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within)),
     "the pass is over": gone,
 }
@@ -409,7 +407,7 @@ ELSEWHERE: dict[str, Callable[[Walk, Any], object]] = {
     "is of another pass": lambda walk, saved: setattr(saved, "within", Pass()),
     "is another one": lambda walk, saved: setattr(saved, "number", 1),
     "is used once kilter stepped aside": lambda walk, saved: down(walk),
-    "is used where something is overdue": lambda walk, saved: setattr(walk.at, "look_at", 1),
+    "is used where something is overdue": lambda walk, saved: walk.overdue.update({1: None}),
 }
 
 
@@ -436,24 +434,9 @@ def test_a_position_holds_nothing_alive(library: Any) -> None:
         down = False
 
     fence = Fence()
-    position = library.Position([], fence, torch.device("cpu"), MIN_BYTES)
+    position = library.Position((), fence, torch.device("cpu"), MIN_BYTES)
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position
     gc.collect()
     assert reference() is None
-
-
-# What is overdue
-
-
-@given(st.integers(0, 2000))
-def test_what_the_program_holds_long_is_looked_at_seldom(held: int) -> None:
-    overdue, event, looks = Overdue(None, 0, 1), 1, 1
-    while event <= held:
-        overdue.wait(event)
-        event = overdue.look_at
-        looks += 1
-    assert event <= held + 1 + held // HELD_LONG
-    assert looks <= held + 1
-    assert looks <= 3 + HELD_LONG * (1 + math.log(1 + held))

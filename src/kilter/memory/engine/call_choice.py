@@ -57,8 +57,8 @@ class CallChoice(NamedTuple):
             for one, size_bytes in zip(found, sizes, strict=True)
         ]
         best: Segments = ()
-        best_s = inf
-        for level in levels(choices)[:LARGEST_LEVELS]:  # first: nearly always the best
+        best_s = inf  # parts first: few, and good enough to leave most sets unsimulated
+        for level in levels(choices)[:LARGEST_LEVELS]:
             calls = sorted((found[i] for i in level), key=lambda one: one.first)
             for several in self._parts(calls, max(sizes[i] for i in level)):
                 costs_s = [self._cost_s(parts, inf) for parts in several]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kilter.memory.engine.position import NOTHING_OVERDUE
 from kilter.memory.engine.ready import Due, Ready, in_place_of
 from kilter.memory.engine.store import Saved, Store
 
@@ -14,26 +12,6 @@ if TYPE_CHECKING:
     import torch
 
     from kilter.memory.engine.segments import ModuleCall
-
-
-HELD_LONG = 4
-"""What is overdue for so many events is looked at every other event, and so on: some tensors the
-program holds for a whole pass, of many hundred events."""
-
-
-@dataclass(slots=True)
-class Overdue:
-    """What is due to be evicted but held by the program."""
-
-    host: torch.Tensor | None
-    """The host memory for the copy; None: it is to be recomputed."""
-    since: int
-    look_at: int
-    """Events of the pass: at which it was due, and at which the program may have dropped it."""
-
-    def wait(self, event: int) -> None:
-        """It is still held."""
-        self.look_at = event + 1 + (event - self.since) // HELD_LONG
 
 
 class DueMoves:
@@ -45,7 +23,9 @@ class DueMoves:
         """Data of the present pass that are followed."""
         self._calls: dict[int, weakref.ref[ModuleCall]] = {}
         """By `in_place_of` its tensors, the calls that are recomputed."""
-        self.overdue: dict[int, Overdue] = {}
+        self.overdue: dict[int, torch.Tensor | None] = {}
+        """What is due to be evicted but held by the program, with the host memory for the copy
+        (None: to be recomputed)."""
 
     def begin(self) -> None:
         """A pass begins."""
@@ -66,12 +46,7 @@ class DueMoves:
         reference = self._by_number.get(number)
         return None if reference is None else reference()
 
-    @property
-    def look_at(self) -> int:
-        """The event at which something overdue is to be looked at."""
-        return min((each.look_at for each in self.overdue.values()), default=NOTHING_OVERDUE)
-
-    def carry_out(self, planned: Ready, due: Due, event: int) -> None:
+    def carry_out(self, planned: Ready, due: Due) -> None:
         """Issue what is due at one event."""
         store = self._store
         for number in due.offload:
@@ -81,58 +56,52 @@ class DueMoves:
                 if host is not None:
                     planned.hosts[number] = host
                 elif store.pending(saved):
-                    self.overdue[number] = Overdue(planned.hosts[number], event, event + 1)
+                    self.overdue[number] = planned.hosts[number]
         for number in due.evict:
             if number in self.overdue:
                 continue
             if number < 0:
-                left = self._evict_call(number)
-            else:
-                saved = self.followed(number)
-                left = saved is None or self._evict(saved)
-            if not left:
-                self.overdue[number] = Overdue(None, event, event + 1)
+                self._evict_call(number)
+                continue
+            saved = self.followed(number)
+            if saved is not None:
+                store.evict(saved)
+                if saved.recipe is not None and store.pending(saved):
+                    self.overdue[number] = None
         for number in due.prefetch:
             self.overdue.pop(number, None)
             saved = self.followed(number)
             if saved is not None:
                 store.prefetch(saved)
 
-    def catch_up(self, event: int) -> None:
+    def catch_up(self) -> None:
         """Evict what is overdue and no longer held by the program."""
-        for number, each in list(self.overdue.items()):
-            if each.look_at > event:
+        store = self._store
+        for number, host in list(self.overdue.items()):
+            if number < 0:
+                self._evict_call(number)
                 continue
-            saved = None if number < 0 else self.followed(number)
-            if saved is not None and each.host is not None:
-                self._store.offload(saved, each.host)
-                self._store.evict(saved)
-                left = not self._store.pending(saved)
-            elif saved is not None:
-                left = self._evict(saved)
-            else:
-                left = number >= 0 or self._evict_call(number)
-            if left:
+            saved = self.followed(number)
+            if saved is not None:
+                if host is not None:
+                    store.offload(saved, host)
+                store.evict(saved)
+            if saved is None or not store.pending(saved):
                 del self.overdue[number]
-            else:
-                each.wait(event)
 
-    def _evict(self, saved: Saved) -> bool:
-        """`False` if it is to be recomputed, and the program holds it."""
-        self._store.evict(saved)
-        return saved.recipe is None or not self._store.pending(saved)
-
-    def _evict_call(self, number: int) -> bool:
-        """`False` if the program holds some of what the call has saved."""
+    def _evict_call(self, number: int) -> None:
+        """What the program holds is overdue."""
+        self.overdue.pop(number, None)
         reference = self._calls.get(number)
         call = None if reference is None else reference()
         if call is None:
-            return True
+            return
         store, saved = self._store, call.alive()
         store.give_up(call, saved)
-        return not any(
+        if any(
             one.alias is not None and one.recipe is call and store.pending(one) for one in saved
-        )
+        ):
+            self.overdue[number] = None
 
     def on_host_alike(self, before: Ready, other: Ready) -> bool:
         """Tensors of this pass that are on the host have the same places in the other plan."""

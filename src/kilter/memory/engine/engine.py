@@ -36,7 +36,7 @@ from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
 from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
-from kilter.memory.engine.position import NO_STEPS, NOTHING_OVERDUE, Position
+from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
 from kilter.memory.engine.recompute import Reader
@@ -143,7 +143,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
         self._fence = fence
         self._moves = DueMoves(self._store)
-        self._followed = self._moves.followed
+        self._followed, self._overdue = self._moves.followed, self._moves.overdue
         self._guard = guard
         self._segments = self._segment_pass() if segments else None
         self._open = False
@@ -377,7 +377,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._drop(planned)
             return self._save_unplanned(tensor, size_bytes, key, within)
         self._at.event += 1
-        if due is not None or self._at.event >= self._at.look_at or self._measured:
+        if due is not None or self._overdue or self._measured:
             self._issue(planned, due)
         if not followed:
             return store.kept(tensor, use_code(number), within)
@@ -430,7 +430,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             if planned is not None:
                 due = planned.steps[self._at.event].due
                 self._at.event += 1
-                if due is not None or self._at.event >= self._at.look_at or self._measured:
+                if due is not None or self._overdue or self._measured:
                     self._issue(planned, due)
                 self._demand.event()  # of a graph that is retained
             if view and saved.state == EVICTED and saved.host is not None:
@@ -465,22 +465,20 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _issue(self, planned: Ready, due: Due | None) -> None:
         """Issue the moves that are due, or were before."""
-        event = self._at.event
-        if event >= self._at.look_at:
-            self._moves.catch_up(event)
+        if self._overdue:
+            self._moves.catch_up()
         if self._measured:
             self._weigh(planned, due)
         elif due is not None:
-            self._moves.carry_out(planned, due, event)
-        self._at.look_at = self._moves.look_at
+            self._moves.carry_out(planned, due)
 
     def _weigh(self, planned: Ready, due: Due | None) -> None:
         """Issue the moves in a pass that is measured: count what is held before and after them."""
-        store, event = self._store, self._at.event
-        store.beside_bytes = min(planned.beside_bytes[event - 1], store.beside_bytes)
+        store, event = self._store, self._at.event - 1
+        store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
         if due is not None:
-            self._moves.carry_out(planned, due, event)
-        store.beside_bytes = planned.beside_bytes[event - 1]
+            self._moves.carry_out(planned, due)
+        store.beside_bytes = planned.beside_bytes[event]
         store.hold(0)
 
     def _follow(self, planned: Ready | None) -> None:
@@ -510,7 +508,6 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _drop(self, planned: Ready) -> None:
         self._collector.let_go()
         self._moves.overdue.clear()
-        self._at.look_at = NOTHING_OVERDUE
         self._follow(None)
         if self._segments is not None:
             self._segments.dropped()
@@ -524,7 +521,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _begin_pass(self, first: int) -> Pass:
         self._open = True
-        self._at.event, self._at.look_at = 0, NOTHING_OVERDUE
+        self._at.event = 0
         self._round += 1
         self._boundary = False
         self._moves.begin()
@@ -558,7 +555,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
         if self._plan is not None and type(self._at) is Position:
-            self._at = self.hooks.use_library(self._demand.chosen) or self._at
+            waiting = self._overdue, self._demand.chosen
+            self._at = self.hooks.use_library(*waiting) or self._at
         self._follow(self._plan)
         if self._segments is not None:
             self._segments.begin_pass(self._watch, self._plan)

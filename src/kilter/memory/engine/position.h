@@ -7,8 +7,6 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <limits>
-
 #include "saved_tensors.h"
 
 namespace {
@@ -23,10 +21,10 @@ constexpr long long kMoves = 0, kKept = 2;  // 1: nothing moves, and the engine 
 
 struct Position {
   PyObject_HEAD
-  long long event, look_at;
+  long long event;
   PyObject* within;   // weak reference to the present pass, or None
   PyObject* steps;    // bytes
-  PyObject* chosen;   // list: while something is in it, no event is quiet
+  PyObject* waiting;  // tuple: while something is in one of its members, no event is quiet
   PyObject* fence;    // of kilter, or None
   PyObject* device;
   size_t least_bytes;
@@ -36,20 +34,19 @@ Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(obj
 
 PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *chosen, *fence, *device;
+  PyObject *waiting, *fence, *device;
   Py_ssize_t least_bytes;
-  if (!PyArg_ParseTuple(arguments, "O!OOn", &PyList_Type, &chosen, &fence, &device, &least_bytes))
+  if (!PyArg_ParseTuple(arguments, "O!OOn", &PyTuple_Type, &waiting, &fence, &device, &least_bytes))
     return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   Position* self = position_of(made);
   self->within = Py_NewRef(Py_None);
   self->steps = PyBytes_FromString("");
-  self->chosen = Py_NewRef(chosen);
+  self->waiting = Py_NewRef(waiting);
   self->fence = Py_NewRef(fence);
   self->device = Py_NewRef(device);
   self->least_bytes = static_cast<size_t>(least_bytes);
-  self->look_at = std::numeric_limits<long long>::max();
   return made;
   END_HANDLE_TH_ERRORS
 }
@@ -57,7 +54,7 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
 int visit_position(PyObject* object, visitproc visit, void* arg) {
   Position* self = position_of(object);
   Py_VISIT(Py_TYPE(object));
-  for (PyObject* held : {self->within, self->steps, self->chosen, self->fence})
+  for (PyObject* held : {self->within, self->steps, self->waiting, self->fence})
     Py_VISIT(held);
   return 0;
 }
@@ -65,7 +62,7 @@ int visit_position(PyObject* object, visitproc visit, void* arg) {
 int clear_position(PyObject* object) {
   Position* self = position_of(object);
   for (PyObject** held :
-       {&self->within, &self->steps, &self->chosen, &self->fence, &self->device})
+       {&self->within, &self->steps, &self->waiting, &self->fence, &self->device})
     Py_CLEAR(*held);
   return 0;
 }
@@ -92,9 +89,9 @@ const PlannedStep* quiet_step(const Position* self, long long code) {
   if (self->event >= count) return nullptr;
   const auto* steps = reinterpret_cast<const PlannedStep*>(PyBytes_AS_STRING(self->steps));
   const PlannedStep& step = steps[self->event];
-  if (step.kind == kMoves || step.expected != code || self->event + 1 >= self->look_at ||
-      PyList_GET_SIZE(self->chosen))
-    return nullptr;
+  if (step.kind == kMoves || step.expected != code) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->waiting); i++)
+    if (PyObject_Size(PyTuple_GET_ITEM(self->waiting, i))) return nullptr;
   if (self->fence != Py_None) {
     const auto down = py::reinterpret_steal<py::object>(PyObject_GetAttr(self->fence, names.down));
     if (!down) throw python_error();
@@ -193,7 +190,6 @@ PyMethodDef position_methods[] = {
 
 PyMemberDef position_members[] = {
     {"event", T_LONGLONG, offsetof(Position, event), 0, nullptr},
-    {"look_at", T_LONGLONG, offsetof(Position, look_at), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -15,8 +15,6 @@ from typing import Any
 
 NO_STEPS = b""
 """No event is quiet."""
-NOTHING_OVERDUE = 2**62
-"""After the last event."""
 
 
 class Position:
@@ -29,13 +27,11 @@ class Position:
       None: not known.
     """
 
-    __slots__ = ("event", "look_at")
+    __slots__ = ("event",)
 
     def __init__(self) -> None:
         self.event = 0
         """How many events the pass had under its plan."""
-        self.look_at = NOTHING_OVERDUE
-        """From this event on the engine has to look at what is overdue."""
 
     def follow(self, steps: bytes, within: weakref.ref[Any]) -> None:
         """From here on these are the steps (`packed_steps`), of this pass."""

@@ -144,6 +144,7 @@ def ready(
         followed = frozenset(range(len(record.data)))
 
     steps: list[ReadyStep] = []
+    plain: list[tuple[int, int, StepKind]] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
         # The last one first: who has waited for its copy has waited for all copies before it.
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
@@ -151,7 +152,9 @@ def ready(
         expected = code if used else record.data[number].size_bytes
         roles = (number in followed, number in read, number in recomputed, number in members)
         version = 0 if used else record.data[number].version
-        steps.append(ReadyStep(expected, number, due if any(due) else None, *roles, version))
+        step = ReadyStep(expected, number, due if any(due) else None, *roles, version)
+        steps.append(step)
+        plain.append((expected, use_code(number), step.kind))
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:
@@ -167,10 +170,7 @@ def ready(
         numbers=numbers,
         events=record.events,
         steps=[*steps, ReadyStep(None)],
-        packed_steps=packed_steps(
-            (code if step.expected is None else step.expected, use_code(step.number), step.kind)
-            for step, code in zip(steps, record.events, strict=True)
-        ),
+        packed_steps=packed_steps(plain),
         places=places,
         beside_bytes=beside,
         segments={segment.first: segment for segment in called},

@@ -90,13 +90,13 @@ class TensorHooks:
         if not self.thread_ended:
             self._hooks.__exit__(*(exception or (None, None, None)))
 
-    def use_library(self, chosen: list[Any]) -> Any:
+    def use_library(self, *waiting: dict[Any, Any] | list[Any]) -> Any:
         """From here on have the compiled library do what it can, if there is one, and its
-        `Position`; else None. While something is in `chosen` no event is quiet."""
+        `Position`; else None. While something is in one of `waiting` no event is quiet."""
         self._store.use_library()
         if self._store.compiled is not None:
             self._quiet = self._store.compiled.Position(
-                chosen, self._fence, self._device, self._min_bytes
+                waiting, self._fence, self._device, self._min_bytes
             )
         return self._quiet
 

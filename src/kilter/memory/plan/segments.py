@@ -56,7 +56,7 @@ def best_set(
 
     def try_shares(order: Sequence[int]) -> None:
         for share in SHARES_OF_SET if order else ():
-            try_set(tuple(sorted(order[: max(1, int(share * len(order)))])))
+            try_set(by_first(choices, order[: max(1, int(share * len(order)))]))
 
     for level in found[:LARGEST]:
         try_shares(level[::-1])
@@ -66,6 +66,10 @@ def best_set(
     try_shares(whole[::-1])
     best = min(tried, key=lambda found: (tried[found], len(found)))
     return best if tried[best] < below_s else None
+
+
+def by_first(choices: Sequence[SegmentChoice], some: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(some, key=lambda i: (choices[i].first, i)))
 
 
 def levels(choices: Sequence[SegmentChoice]) -> list[tuple[int, ...]]:
@@ -82,7 +86,7 @@ def levels(choices: Sequence[SegmentChoice]) -> list[tuple[int, ...]]:
             apart = not any(choice.overlaps(choices[other]) for other in chosen)
             if choice.size_bytes <= limit_bytes and apart:
                 chosen.append(index)
-        if chosen and (level := tuple(sorted(chosen, key=lambda i: choices[i].first))) not in found:
+        if chosen and (level := by_first(choices, chosen)) not in found:
             found.append(level)
         limit_bytes //= 2
     return found

@@ -355,7 +355,8 @@ print(store.port, flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", serve]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -369,13 +370,16 @@ sys.stdin.read()
         boards[1].drop("order/0")
         assert boards[1].look("order/0") is None
         server.send_signal(signal.SIGSTOP)  # its host does not answer: nobody waits for it
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # each of its threads
         boards[0].post("order/1", b"later")
         assert boards[0].look("order/1") is None
         server.send_signal(signal.SIGCONT)
         end_s = time.monotonic() + 600.0
         while boards[0].look("order/1") != b"later":
             assert time.monotonic() < end_s
-        server.kill()
+    finally:
+        server.kill()  # stopped, it would not end by itself
+        server.communicate()
     for reach in (
         lambda: boards[0].look("order/0"),
         lambda: boards[0].post("order/1", b""),

@@ -20,10 +20,16 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper  # noqa: E402
-from kilter.memory.engine.position import NO_STEPS, StepKind, packed_steps  # noqa: E402
+from kilter.memory.engine.position import (  # noqa: E402
+    NO_STEPS,
+    PlannedStep,
+    StepKind,
+    packed_steps,
+)
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
+    OUTPUT,
     Pass,
     Saved,
     View,
@@ -144,7 +150,7 @@ def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     found = [
         Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
     ]
-    assert found[0].hooks.use_library() is not None
+    assert found[0].hooks.use_library({}) is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()
 
@@ -199,7 +205,7 @@ def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
-    position = both[0].hooks.use_library()
+    position = both[0].hooks.use_library({})
     decided = {kind: position.save(make()) is not None for kind, make in KINDS.items()}
     assert all(decided[kind] for kind in ("a result", "a small view", "a parameter"))
     assert not any(decided[kind] for kind in ("sparse", "nested", "a conjugate", "functional"))
@@ -240,7 +246,7 @@ def test_the_same_is_held_and_handed_out(both: tuple[Any, Any], kind: str) -> No
 
 def test_what_is_held_counts_the_program_s_writes(both: tuple[Any, Any]) -> None:
     tensor = graph(4, 4)
-    kept, _, _ = both[0].hooks.use_library().save(tensor)
+    kept, _, _ = both[0].hooks.use_library({}).save(tensor)
     tensor.add_(1)
     assert kept._version == tensor._version == 1
     assert kept.data_ptr() == tensor.data_ptr()
@@ -266,7 +272,7 @@ def test_modes_of_the_program_are_seen(
     library, tensor = both[0]._store.compiled, graph(32, 32)
     with mode():
         assert library.under_a_mode() is under
-        assert (both[0].hooks.use_library().save(tensor) is None) is under
+        assert (both[0].hooks.use_library({}).save(tensor) is None) is under
     assert not library.under_a_mode()
 
 
@@ -288,25 +294,37 @@ SIZE, CODE, OTHER = 4096, -1, -3
 class Walk:
     """A pass of two events under a plan: a tensor is saved, and used."""
 
-    def __init__(self, library: Any, kind: StepKind = StepKind.KEPT) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        kind: StepKind = StepKind.KEPT,
+        *,
+        size_bytes: int = SIZE,
+        call: Any = None,
+        read: bool = False,
+        version: int = 0,
+    ) -> None:
         self.fence = SimpleNamespace(down=False)
         self.overdue: dict[int, None] = {}
         self.chosen: list[int] = []
-        self.within = Pass()
-        self.at = library.Position(
-            (self.overdue, self.chosen), self.fence, torch.device("cpu"), MIN_BYTES
+        self.within = engine._store.begin()
+        self.followed: dict[int, weakref.ref[Saved]] = {}
+        self.at = engine._store.compiled.Position(
+            (self.overdue, self.chosen),
+            self.fence,
+            torch.device("cpu"),
+            MIN_BYTES,
+            engine._store,
+            self.followed,
         )
-        steps = [(SIZE, CODE, kind), (CODE, CODE, kind)]
-        self.at.follow(packed_steps(steps), weakref.ref(self.within))
+        step = PlannedStep(size_bytes, CODE, kind, call is not None, read, version)
+        steps = packed_steps([step, step._replace(expected=CODE)])
+        calls = None if call is None else SimpleNamespace(present=call)
+        self.at.follow(steps, weakref.ref(self.within), calls)
 
 
-@pytest.fixture
-def library(both: tuple[Any, Any]) -> Any:
-    return both[0]._store.compiled
-
-
-def test_quiet_events_are_seen_to(library: Any) -> None:
-    walk, tensor = Walk(library), graph(32, 32)
+def test_quiet_events_are_seen_to(both: tuple[Any, Any]) -> None:
+    walk, tensor = Walk(both[0]), graph(32, 32)
     packed = walk.at.save(tensor)
     assert described(packed[:3], tensor) == described(kept(tensor), tensor)
     assert packed[3:] == (CODE, walk.within)
@@ -317,8 +335,8 @@ def test_quiet_events_are_seen_to(library: Any) -> None:
     assert walk.at.event == 2
 
 
-def test_what_is_small_is_no_event(library: Any) -> None:
-    walk = Walk(library)
+def test_what_is_small_is_no_event(both: tuple[Any, Any]) -> None:
+    walk = Walk(both[0])
     packed = walk.at.save(graph(4, 4))
     assert walk.at.use(packed) is packed[0]
     assert walk.at.event == 0
@@ -336,29 +354,30 @@ EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
     "kilter stepped aside": down,
     "tensors are offloaded on demand": lambda walk: walk.chosen.append(1),
     "something is overdue": lambda walk: walk.overdue.update({1: None}),
-    "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within)),
+    "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within), None),
     "the pass is over": gone,
 }
 
 
 @pytest.mark.parametrize("exception", list(EXCEPTIONS))
-def test_no_event_is_quiet_if(library: Any, exception: str) -> None:
-    walk, tensor = Walk(library), graph(32, 32)
+def test_no_event_is_quiet_if(both: tuple[Any, Any], exception: str) -> None:
+    walk, tensor = Walk(both[0]), graph(32, 32)
     if exception != "the pass is over":
         packed = walk.at.save(tensor)
         EXCEPTIONS[exception](walk)
         assert walk.at.use(packed) is None
-        walk = Walk(library)
+        walk = Walk(both[0])
     EXCEPTIONS[exception](walk)
     assert len(walk.at.save(tensor)) == 2
     assert walk.at.event == 0
 
 
-def test_other_events_than_the_plan_s_are_not_quiet(library: Any) -> None:
-    walk, tensor = Walk(library), graph(32, 32)
+def test_other_events_than_the_plan_s_are_not_quiet(both: tuple[Any, Any]) -> None:
+    walk, tensor = Walk(both[0]), graph(32, 32)
     assert len(walk.at.save(graph(64, 64))) == 2
-    assert len(Walk(library, StepKind.MOVES).at.save(tensor)) == 2
-    assert len(Walk(library, StepKind.FOLLOWED).at.save(tensor)) == 2
+    assert len(Walk(both[0], StepKind.MOVES).at.save(tensor)) == 2
+    assert len(Walk(both[0], StepKind.FOLLOWED).at.save(tensor)) == 2
+    walk = Walk(both[0])
     packed = walk.at.save(tensor)
     foreign = (*packed[:4], Pass())
     assert walk.at.use(foreign) is None
@@ -370,7 +389,7 @@ def test_other_events_than_the_plan_s_are_not_quiet(library: Any) -> None:
 
 def followed(both: tuple[Any, Any], tensor: Tensor) -> tuple[Walk, Any]:
     """A pass whose tensor the engine follows, at its use; and what autograd was given."""
-    store, walk = both[0]._store, Walk(both[0]._store.compiled, StepKind.FOLLOWED)
+    store, walk = both[0]._store, Walk(both[0], StepKind.FOLLOWED)
     taken = both[0].hooks.takes(tensor)
     view = store.view(store.save(tensor, *taken, walk.within, 0), tensor)
     walk.at.event = 1
@@ -429,12 +448,123 @@ def test_in_a_backward_that_retains_its_graph_python_lends_it(both: tuple[Any, A
     assert in_backward(lambda: walk.at.use(view)) is not None
 
 
-def test_a_position_holds_nothing_alive(library: Any) -> None:
+COUNTS = ("alive", "held_bytes", "held_peak_bytes", "segment_peak_bytes")
+
+
+def taken_over(
+    engine: Any, tensor: Tensor, *, called: bool = False, read: bool = False, version: int = 0
+) -> tuple[Any, Any, Any, Any, list[int]]:
+    """A tensor is saved under a plan that offloads it, or has a call make it: what autograd is
+    given, the saved storage, the call, what is noted at its node, and the counts."""
+    taken = engine.hooks.takes(tensor)
+    assert taken is not None
+    size_bytes, key = taken
+    call = SimpleNamespace(members=[]) if called else None
+    store = engine._store
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata.pop(OUTPUT, None)
+    if store.compiled is None:
+        within = store.begin()
+        saved = store.save(tensor, size_bytes, key, within, 0)
+        if call is not None:
+            call.members.append(saved.itself)
+            saved.recipe = call
+        view = store.view(saved, tensor)
+        if read and tensor._version == version:
+            store.mark(view, tensor)
+    else:
+        walk = Walk(
+            engine, StepKind.TAKEN, size_bytes=size_bytes, call=call, read=read, version=version
+        )
+        view = walk.at.save(tensor)
+        assert walk.at.event == 1
+        assert type(view) is View
+        saved = view.saved
+        assert walk.followed == {0: saved.itself}
+        assert saved.within is walk.within
+    assert store._resident[key] is saved.itself
+    assert saved.itself() is saved
+    assert saved.store is store
+    noted = None if tensor.grad_fn is None else tensor.grad_fn.metadata.get(OUTPUT)
+    return view, saved, call, noted, [getattr(store, name) for name in COUNTS]
+
+
+ROLES = [{}, {"called": True}, {"read": True}, {"read": True, "version": 1}]
+
+
+@pytest.mark.parametrize("roles", ROLES, ids=str)
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_tensor_is_taken_over_as_python_does(
+    both: tuple[Any, Any], kind: str, roles: dict[str, Any]
+) -> None:
+    tensor, answers = KINDS[kind](), []
+    for engine in both:
+        view, saved, call, noted, counts = taken_over(engine, tensor, **roles)
+        alike = {
+            name: getattr(saved, name)
+            for name in Saved.__slots__
+            if name not in ("__weakref__", "alias", "itself", "recipe", "store", "within")
+        }
+        if call is not None:
+            assert call.members == [saved.itself]
+        assert saved.recipe is call
+        if noted is not None:
+            assert noted[0] is saved.itself
+            noted = described(noted[1], tensor)
+        answers.append((alike, described(view, tensor), noted, counts))
+    assert answers[0] == answers[1]
+
+
+def test_what_was_taken_over_is_counted_until_it_is_gone(both: tuple[Any, Any]) -> None:
+    store = both[0]._store
+    view, saved, *_ = taken_over(both[0], graph(32, 32))
+    assert (store.alive, store.held_bytes, store.held_peak_bytes) == (1, SIZE, SIZE)
+    assert torch.equal(view(), saved.alias)
+    del view, saved, _
+    assert (store.alive, store.held_bytes, store.held_peak_bytes) == (0, 0, SIZE)
+    assert not store._resident
+
+
+def test_what_is_saved_once_more_is_the_same(both: tuple[Any, Any]) -> None:
+    tensor, store = graph(32, 32), both[0]._store
+    walk = Walk(both[0], StepKind.TAKEN)
+    first = walk.at.save(tensor)
+    walk.at.event = 0
+    again = walk.at.save(tensor[1:])
+    assert again.saved is first.saved
+    assert described(again, tensor) == described(store.view(first.saved, tensor[1:]), tensor)
+    assert (store.alive, walk.at.event) == (1, 1)
+    walk.at.event = 0
+    tensor.add_(1)
+    assert len(walk.at.save(tensor)) == 2  # another value: Python drops the plan
+
+
+KNOWN: dict[str, Callable[[Any, Walk, Tensor], object]] = {
+    "is another one": lambda store, walk, tensor: store.save(
+        tensor, SIZE, tensor.untyped_storage()._cdata, walk.within, 1
+    ),
+    "is not the first of that number": lambda store, walk, tensor: walk.followed.update({0: None}),
+    "may be written to without a trace": lambda store, walk, tensor: store.touched(tensor),
+}
+
+
+@pytest.mark.parametrize("case", list(KNOWN))
+def test_a_tensor_is_left_to_python_that(both: tuple[Any, Any], case: str) -> None:
+    walk, tensor, store = Walk(both[0], StepKind.TAKEN), graph(32, 32), both[0]._store
+    before = KNOWN[case](store, walk, tensor)
+    alive = store.alive
+    assert walk.at.save(tensor) == both[0].hooks.takes(tensor)
+    assert (store.alive, walk.at.event) == (alive, 0)
+    del before
+
+
+def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
     class Fence:
         down = False
 
     fence = Fence()
-    position = library.Position((), fence, torch.device("cpu"), MIN_BYTES)
+    cpu, store = torch.device("cpu"), both[0]._store
+    position = store.compiled.Position((), fence, cpu, MIN_BYTES, store, {})
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position

@@ -19,8 +19,8 @@ class DueMoves:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._by_number: dict[int, weakref.ref[Saved]] = {}
-        """Data of the present pass that are followed."""
+        self.by_number: dict[int, weakref.ref[Saved]] = {}
+        """The tensors of the present pass that are followed."""
         self._calls: dict[int, weakref.ref[ModuleCall]] = {}
         """By `in_place_of` its tensors, the calls that are recomputed."""
         self.overdue: dict[int, torch.Tensor | None] = {}
@@ -29,13 +29,13 @@ class DueMoves:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._by_number.clear()
+        self.by_number.clear()
         self._calls.clear()
         self.overdue.clear()
 
     def follow(self, number: int, saved: Saved) -> None:
         """This tensor of the pass is the one that the plan calls `number`."""
-        self._by_number[number] = saved.itself
+        self.by_number[number] = saved.itself
 
     def follow_call(self, call: ModuleCall) -> None:
         """What this call has saved is evicted together."""
@@ -43,7 +43,7 @@ class DueMoves:
 
     def followed(self, number: int) -> Saved | None:
         """The tensor of that number, while autograd may still ask for it."""
-        reference = self._by_number.get(number)
+        reference = self.by_number.get(number)
         return None if reference is None else reference()
 
     def carry_out(self, planned: Ready, due: Due) -> None:

@@ -355,7 +355,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None
         if self._boundary:  # what is saved next begins a pass
-            self._at.follow(NO_STEPS, self._store.within)
+            self._at.follow(NO_STEPS, self._store.within, None)
 
     # Events
 
@@ -486,7 +486,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._plan = planned
         quiet = not self._measured and not self._boundary
         steps = planned.packed_steps if planned is not None and quiet else NO_STEPS
-        self._at.follow(steps, self._store.within)
+        calls = None if self._segments is None else self._segments.calls
+        self._at.follow(steps, self._store.within, calls)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""
@@ -556,7 +557,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._collector.hold()
         if self._plan is not None and type(self._at) is Position:
             waiting = self._overdue, self._demand.chosen
-            self._at = self.hooks.use_library(*waiting) or self._at
+            self._at = self.hooks.use_library(self._moves.by_number, *waiting) or self._at
         self._follow(self._plan)
         if self._segments is not None:
             self._segments.begin_pass(self._watch, self._plan)

@@ -1,5 +1,5 @@
-// Where the present pass is in its plan, and the events at which nothing is to be done but to hand a
-// tensor on. `position.py` says what it is for; everything else is left to Python.
+// Where the present pass is in its plan, and the events at which nothing moves. `position.py` says
+// what it is for; everything else is left to Python.
 
 #pragma once
 
@@ -16,8 +16,10 @@ struct PlannedStep {
   long long expected;
   long long code;
   long long kind;
+  long long called, read;  // a call is recomputed that makes the tensor; something reads it for that
+  long long version;
 };
-constexpr long long kMoves = 0, kKept = 2;  // 1: nothing moves, and the engine follows the tensor
+constexpr long long kMoves = 0, kKept = 2, kTaken = 3;  // 1: Python takes the tensor over
 
 struct Position {
   PyObject_HEAD
@@ -25,28 +27,35 @@ struct Position {
   PyObject* within;   // weak reference to the present pass, or None
   PyObject* steps;    // bytes
   PyObject* waiting;  // tuple: while something is in one of its members, no event is quiet
+  PyObject* calls;    // `ModuleCalls`, or None
   PyObject* fence;    // of kilter, or None
   PyObject* device;
   size_t least_bytes;
+  PyObject* store;
+  PyObject* followed;  // dict: by number, weak references to the saved storages of the pass
 };
 
 Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(object); }
 
 PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *waiting, *fence, *device;
+  PyObject *waiting, *fence, *device, *store, *followed;
   Py_ssize_t least_bytes;
-  if (!PyArg_ParseTuple(arguments, "O!OOn", &PyTuple_Type, &waiting, &fence, &device, &least_bytes))
+  if (!PyArg_ParseTuple(arguments, "O!OOnOO!", &PyTuple_Type, &waiting, &fence, &device,
+                        &least_bytes, &store, &PyDict_Type, &followed))
     return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   Position* self = position_of(made);
   self->within = Py_NewRef(Py_None);
+  self->calls = Py_NewRef(Py_None);
   self->steps = PyBytes_FromString("");
   self->waiting = Py_NewRef(waiting);
   self->fence = Py_NewRef(fence);
   self->device = Py_NewRef(device);
   self->least_bytes = static_cast<size_t>(least_bytes);
+  self->store = Py_NewRef(store);
+  self->followed = Py_NewRef(followed);
   return made;
   END_HANDLE_TH_ERRORS
 }
@@ -54,7 +63,8 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
 int visit_position(PyObject* object, visitproc visit, void* arg) {
   Position* self = position_of(object);
   Py_VISIT(Py_TYPE(object));
-  for (PyObject* held : {self->within, self->steps, self->waiting, self->fence})
+  for (PyObject* held : {self->within, self->steps, self->waiting, self->calls, self->fence,
+                         self->store, self->followed})
     Py_VISIT(held);
   return 0;
 }
@@ -62,7 +72,8 @@ int visit_position(PyObject* object, visitproc visit, void* arg) {
 int clear_position(PyObject* object) {
   Position* self = position_of(object);
   for (PyObject** held :
-       {&self->within, &self->steps, &self->waiting, &self->fence, &self->device})
+       {&self->within, &self->steps, &self->waiting, &self->calls, &self->fence, &self->device,
+        &self->store, &self->followed})
     Py_CLEAR(*held);
   return 0;
 }
@@ -75,11 +86,12 @@ void free_position(PyObject* object) {
   Py_DECREF(type);
 }
 
-// `Position.follow`: the steps, and a weak reference to the pass.
+// `Position.follow`: the steps, a weak reference to the pass, and what watches calls of modules.
 PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
   Position* self = position_of(object);
   Py_XSETREF(self->steps, Py_NewRef(arguments[0]));
   Py_XSETREF(self->within, Py_NewRef(arguments[1]));
+  Py_XSETREF(self->calls, Py_NewRef(arguments[2]));
   Py_RETURN_NONE;
 }
 
@@ -105,6 +117,92 @@ PyObject* pass_of(const Position* self) {
   return self->within == Py_None ? Py_None : PyWeakref_GetObject(self->within);
 }
 
+py::object attribute(PyObject* object, PyObject* name) {
+  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
+  if (!found) throw python_error();
+  return found;
+}
+
+long long integer(PyObject* object, PyObject* name) {
+  return PyLong_AsLongLong(attribute(object, name).ptr());
+}
+
+void set_attribute(PyObject* object, PyObject* name, long long value) {
+  if (PyObject_SetAttr(object, name, py::int_(value).ptr())) throw python_error();
+}
+
+// `Store.hold` of store.py.
+void hold(PyObject* store, long long change_bytes) {
+  const long long held_bytes = integer(store, names.held_bytes) + change_bytes;
+  set_attribute(store, names.held_bytes, held_bytes);
+  const long long all_bytes = held_bytes + integer(store, names.beside_bytes);
+  for (PyObject* peak_bytes : {names.segment_peak_bytes, names.held_peak_bytes}) {
+    if (all_bytes <= integer(store, peak_bytes)) return;
+    set_attribute(store, peak_bytes, all_bytes);
+  }
+}
+
+// `Store.mark` of store.py.
+void mark(PyObject* view, PyObject* saved, PyObject* object) {
+  const Tensor& tensor = THPVariable_Unpack(object);
+  if (tensor.grad_fn() && tensor.output_nr() == 0) {
+    const auto metadata = attribute(attribute(object, names.grad_fn).ptr(), names.metadata);
+    const auto layout = py::reinterpret_steal<py::object>(
+        PyTuple_GetSlice(view, 1, PyTuple_GET_SIZE(view)));
+    const auto output = py::make_tuple(py::handle(slot(saved, slots.itself)), layout);
+    if (PyObject_SetItem(metadata.ptr(), names.output, output.ptr())) throw python_error();
+  }
+  put(saved, slots.cast, is_cast_of_parameter(nullptr, object));
+}
+
+// What autograd is given for a tensor on a saved storage.
+PyObject* view_on(PyObject* saved, PyObject* tensor) {
+  PyObject* asked[] = {saved, slot(saved, slots.alias), slot(saved, slots.plain), tensor};
+  return view(nullptr, asked, 4);
+}
+
+// What `Swapper._save` of engine.py does where nothing moves and no recipe is read: what autograd is
+// given. None: another case.
+PyObject* take_over(Position* self, const PlannedStep& step, PyObject* object, PyObject* within,
+                    PyObject* size_bytes, PyObject* key) {
+  const auto number = py::int_((-1 - step.code) / 2);
+  const auto resident = attribute(self->store, names.resident);
+  PyObject* known = PyDict_GetItemWithError(self->followed, number.ptr());
+  PyObject* there = PyDict_GetItemWithError(resident.ptr(), key);
+  if (known != there) Py_RETURN_NONE;
+  if (known != nullptr) {  // saved once more
+    PyObject* saved = PyWeakref_GetObject(known);
+    const auto version = THPVariable_Unpack(object)._version();
+    const bool unchanged = saved != Py_None && slot(saved, slots.within) == within &&
+                           number_in(saved, slots.version) == version;
+    return unchanged ? view_on(saved, object) : Py_NewRef(Py_None);
+  }
+  const auto touched = attribute(self->store, names.touched);
+  if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) Py_RETURN_NONE;
+  const auto alias = py::reinterpret_steal<py::object>(held(nullptr, object));
+  if (alias.is_none()) Py_RETURN_NONE;
+  const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());
+  PyObject* saved = made.ptr();
+  PyObject* itself = slot(saved, slots.itself);
+  if (PyDict_SetItem(resident.ptr(), key, itself) ||
+      PyDict_SetItem(self->followed, number.ptr(), itself))
+    throw python_error();
+  hold(self->store, step.expected);
+  set_attribute(self->store, names.alive, integer(self->store, names.alive) + 1);
+  put(saved, slots.store, Py_NewRef(self->store));
+  if (step.called && self->calls != Py_None) {
+    const auto call = attribute(self->calls, names.present);
+    if (!call.is_none()) {
+      if (PyList_Append(attribute(call.ptr(), names.members).ptr(), itself)) throw python_error();
+      put(saved, slots.recipe, Py_NewRef(call.ptr()));
+    }
+  }
+  PyObject* given = view_on(saved, object);
+  if (given != nullptr && step.read && THPVariable_Unpack(object)._version() == step.version)
+    mark(given, saved, object);
+  return given;
+}
+
 // `Position.save`.
 PyObject* save(PyObject* object, PyObject* tensor) {
   HANDLE_TH_ERRORS
@@ -114,12 +212,19 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   if (size_bytes == 0) return packed;
   PyObject* within = pass_of(self);
   const PlannedStep* step = quiet_step(self, static_cast<long long>(size_bytes));
-  if (step == nullptr || step->kind != kKept || within == Py_None) return packed;
-  Py_DECREF(packed);
-  const Tensor& unpacked = THPVariable_Unpack(tensor);
-  packed = keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within));
+  if (step == nullptr || within == Py_None) return packed;
+  const auto taken = py::reinterpret_steal<py::object>(packed);
+  PyObject* given = Py_None;
+  if (step->kind == kKept) {
+    const Tensor& unpacked = THPVariable_Unpack(tensor);
+    given = keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within));
+  } else if (step->kind == kTaken) {
+    given = take_over(self, *step, tensor, within, PyTuple_GET_ITEM(packed, 0),
+                      PyTuple_GET_ITEM(packed, 1));
+  }
+  if (given == Py_None) return Py_NewRef(packed);
   self->event++;
-  return packed;
+  return given;
   END_HANDLE_TH_ERRORS
 }
 
@@ -138,35 +243,23 @@ PyObject* use_kept(Position* self, PyObject* packed) {
   return Py_NewRef(tensor);
 }
 
-py::object attribute(PyObject* object, PyObject* name) {
-  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
-  if (!found) throw python_error();
-  return found;
-}
-
-long long integer(PyObject* object, PyObject* name) {
-  return PyLong_AsLongLong(attribute(object, name).ptr());
-}
-
 // A followed tensor that is resident: `Store.hand_out` of store.py.
 PyObject* use_view(Position* self, PyObject* view) {
   PyObject* saved = PyTuple_GET_ITEM(view, 0);
-  if (attribute(saved, names.within).ptr() != pass_of(self) ||
-      integer(saved, names.state) != kResident ||
-      torch::autograd::get_current_graph_task_keep_graph())
+  PyObject* alias = slot(saved, slots.alias);
+  if (slot(saved, slots.within) != pass_of(self) || number_in(saved, slots.state) != kResident ||
+      torch::autograd::get_current_graph_task_keep_graph() || !ordinary(alias))
     Py_RETURN_NONE;
-  const auto alias = attribute(saved, names.alias);
-  if (!ordinary(alias.ptr())) Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(alias.ptr());
+  const Tensor& tensor = THPVariable_Unpack(alias);
   const bool alike = PyTuple_GET_ITEM(view, 3) == Py_None;
-  const auto dtype = attribute(alias.ptr(), names.dtype);
+  const auto dtype = attribute(alias, names.dtype);
   if ((!alike && dtype.ptr() != PyTuple_GET_ITEM(view, 2)) ||
-      tensor._version() != integer(saved, names.version) ||
-      quiet_step(self, -1 - 2 * integer(saved, names.number)) == nullptr)
+      tensor._version() != number_in(saved, slots.version) ||
+      quiet_step(self, -1 - 2 * number_in(saved, slots.number)) == nullptr)
     Py_RETURN_NONE;
-  if (PyObject_SetAttr(saved, names.handed_out, Py_True)) throw python_error();
+  put(saved, slots.handed_out, Py_NewRef(Py_True));
   self->event++;
-  if (alike) return Py_NewRef(alias.ptr());
+  if (alike) return Py_NewRef(alias);
   return laid_out(tensor, PyTuple_GET_ITEM(view, 3), PyTuple_GET_ITEM(view, 4),
                   PyTuple_GET_ITEM(view, 5));
 }

@@ -1,8 +1,8 @@
 """Where the present pass is in its plan.
 
-At most events of a plan nothing moves: a tensor that autograd keeps is saved or used, or one is
-used that is there. The compiled library sees to these *quiet* events by itself, as long as they are
-those that the plan expects (`position.h`). Without it the engine looks at each.
+At most events of a plan nothing moves: a tensor is saved that autograd keeps, or that moves later,
+or one is used that is there. The compiled library sees to these *quiet* events by itself, as long
+as they are those that the plan expects (`position.h`). Without it the engine looks at each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 import weakref
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 NO_STEPS = b""
 """No event is quiet."""
@@ -33,8 +33,9 @@ class Position:
         self.event = 0
         """How many events the pass had under its plan."""
 
-    def follow(self, steps: bytes, within: weakref.ref[Any]) -> None:
-        """From here on these are the steps (`packed_steps`), of this pass."""
+    def follow(self, steps: bytes, within: weakref.ref[Any], calls: Any) -> None:
+        """From here on these are the steps (`packed_steps`), of this pass. `calls` are those of
+        modules, where some are recomputed, or None."""
 
 
 class StepKind(IntEnum):
@@ -45,9 +46,26 @@ class StepKind(IntEnum):
     """Nothing moves; the engine follows the tensor."""
     KEPT = 2
     """Nothing moves, and autograd keeps the tensor."""
+    TAKEN = 3
+    """Nothing moves; the engine follows the tensor, which no recipe of its own makes."""
 
 
-def packed_steps(steps: Iterable[tuple[int, int, StepKind]]) -> bytes:
-    """For each event what is expected (the storage's size where a tensor is saved, `use_code` where
-    it is used), the `use_code` of its tensor, and the kind."""
-    return b"".join(struct.pack("=qqq", *step) for step in steps)
+class PlannedStep(NamedTuple):
+    """What the compiled library needs of an event."""
+
+    expected: int
+    """The storage's size where a tensor is saved, its `use_code` where it is used."""
+    code: int
+    """The `use_code` of the tensor."""
+    kind: StepKind
+    called: bool = False
+    """A call is recomputed that makes the tensor."""
+    read: bool = False
+    """Another tensor is recomputed from it."""
+    version: int = 0
+    """How often it had been written to before it was saved."""
+
+
+def packed_steps(steps: Iterable[PlannedStep]) -> bytes:
+    """As `position.h` reads them."""
+    return b"".join(struct.pack("=6q", *step) for step in steps)

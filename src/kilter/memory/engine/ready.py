@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
-from kilter.memory.engine.position import StepKind, packed_steps
+from kilter.memory.engine.position import PlannedStep, StepKind, packed_steps
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
@@ -57,7 +57,9 @@ class ReadyStep(NamedTuple):
     def kind(self) -> StepKind:
         if self.due is not None:
             return StepKind.MOVES
-        return StepKind.FOLLOWED if self.followed else StepKind.KEPT
+        if not self.followed:
+            return StepKind.KEPT
+        return StepKind.FOLLOWED if self.recomputed else StepKind.TAKEN
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ def ready(
         followed = frozenset(range(len(record.data)))
 
     steps: list[ReadyStep] = []
-    plain: list[tuple[int, int, StepKind]] = []
+    planned: list[PlannedStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
         # The last one first: who has waited for its copy has waited for all copies before it.
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
@@ -154,7 +156,9 @@ def ready(
         version = 0 if used else record.data[number].version
         step = ReadyStep(expected, number, due if any(due) else None, *roles, version)
         steps.append(step)
-        plain.append((expected, use_code(number), step.kind))
+        planned.append(
+            PlannedStep(expected, use_code(number), step.kind, step.called, step.read, step.version)
+        )
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:
@@ -170,7 +174,7 @@ def ready(
         numbers=numbers,
         events=record.events,
         steps=[*steps, ReadyStep(None)],
-        packed_steps=packed_steps(plain),
+        packed_steps=packed_steps(planned),
         places=places,
         beside_bytes=beside,
         segments={segment.first: segment for segment in called},

@@ -26,32 +26,58 @@ constexpr long long kResident = 0;  // RESIDENT of store.py
 
 // Of Python; never freed.
 struct Names {
-  PyObject *tensor, *parameter, *itself, *view, *size, *leaf, *modes, *level, *dtype, *attributes,
-      *down, *within, *state, *alias, *version, *number, *handed_out;
+  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *leaf, *output;
+  PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
+      *touched, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes;
 };
 Names names;
 
-void name(const py::object& itself, const py::object& view, const py::object& leaf) {
+// Where `Saved` of store.py has its attributes.
+struct Slots {
+  Py_ssize_t itself, within, number, size_bytes, key, alias, version, plain, touched, cast,
+      handed_out, state, host, pooled, departure, arrival, recipe, calls, store;
+};
+Slots slots;
+
+Py_ssize_t slot_named(const char* name) {
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttrString(names.saved, name));
+  if (!found || !Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type))
+    throw std::runtime_error(std::string("no slot ") + name);
+  return reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset;
+}
+
+PyObject*& slot(PyObject* saved, Py_ssize_t offset) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(saved) + offset);
+}
+
+// Takes the reference.
+void put(PyObject* saved, Py_ssize_t offset, PyObject* value) {
+  if (value == nullptr) throw python_error();
+  Py_XSETREF(slot(saved, offset), value);
+}
+
+long long number_in(PyObject* saved, Py_ssize_t offset) {
+  return PyLong_AsLongLong(slot(saved, offset));
+}
+
+void name(const py::object& itself, const py::object& saved, const py::object& view,
+          const py::object& leaf, const py::object& output) {
   const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
+  const auto text = PyUnicode_InternFromString;
   const auto torch = py::module_::import("torch");
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
-  names = {own(torch.attr("Tensor")),
-           own(torch.attr("nn").attr("Parameter")),
-           own(itself),
-           own(view),
-           own(torch.attr("Size")),
-           own(leaf),
-           own(modes),
-           PyUnicode_InternFromString("_current_level"),
-           PyUnicode_InternFromString("dtype"),
-           PyUnicode_InternFromString("attributes"),
-           PyUnicode_InternFromString("down"),
-           PyUnicode_InternFromString("within"),
-           PyUnicode_InternFromString("state"),
-           PyUnicode_InternFromString("alias"),
-           PyUnicode_InternFromString("version"),
-           PyUnicode_InternFromString("number"),
-           PyUnicode_InternFromString("handed_out")};
+  names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
+           own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(leaf),
+           own(output), text("_current_level"), text("dtype"), text("attributes"), text("down"),
+           text("grad_fn"), text("metadata"), text("present"), text("members"), text("_resident"),
+           text("_touched"), text("alive"), text("held_bytes"), text("beside_bytes"),
+           text("segment_peak_bytes"), text("held_peak_bytes")};
+  slots = {slot_named("itself"), slot_named("within"), slot_named("number"),
+           slot_named("size_bytes"), slot_named("key"), slot_named("alias"), slot_named("version"),
+           slot_named("plain"), slot_named("touched"), slot_named("cast"),
+           slot_named("handed_out"), slot_named("state"), slot_named("host"),
+           slot_named("pooled"), slot_named("departure"), slot_named("arrival"),
+           slot_named("recipe"), slot_named("calls"), slot_named("store")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.
@@ -192,6 +218,30 @@ PyObject* held(PyObject*, PyObject* object) {
   return tuple_of(plain_tuple, detached(plain ? whole : tensor), py::int_(tensor._version()),
                   py::bool_(plain));
   END_HANDLE_TH_ERRORS
+}
+
+// `Saved` of store.py, not yet of a store; `held` is what `held` above gives.
+py::object saved_storage(PyObject* within, PyObject* number, PyObject* size_bytes, PyObject* key,
+                         PyObject* held) {
+  auto* type = reinterpret_cast<PyTypeObject*>(names.saved);
+  auto made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
+  if (!made) throw python_error();
+  PyObject* saved = made.ptr();
+  put(saved, slots.itself, PyWeakref_NewRef(saved, nullptr));
+  put(saved, slots.within, Py_NewRef(within));
+  put(saved, slots.number, Py_NewRef(number));
+  put(saved, slots.size_bytes, Py_NewRef(size_bytes));
+  put(saved, slots.key, Py_NewRef(key));
+  put(saved, slots.alias, Py_NewRef(PyTuple_GET_ITEM(held, 0)));
+  put(saved, slots.version, Py_NewRef(PyTuple_GET_ITEM(held, 1)));
+  put(saved, slots.plain, Py_NewRef(PyTuple_GET_ITEM(held, 2)));
+  for (const Py_ssize_t no : {slots.touched, slots.cast, slots.handed_out})
+    put(saved, no, Py_NewRef(Py_False));
+  put(saved, slots.state, PyLong_FromLongLong(kResident));
+  for (const Py_ssize_t none : {slots.host, slots.pooled, slots.departure, slots.arrival,
+                                slots.recipe, slots.calls})
+    put(saved, none, Py_NewRef(Py_None));
+  return made;
 }
 
 // `Store.view`: of the saved storage, its alias, whether that is plain, and the tensor.

@@ -294,7 +294,7 @@ class Store:
         """From here on have the compiled library do what it can, if there is one."""
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
-            self.compiled.name(Itself, View, LEAF)
+            self.compiled.name(Itself, Saved, View, LEAF, OUTPUT)
 
     # Save and read
 

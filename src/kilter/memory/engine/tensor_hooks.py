@@ -90,13 +90,15 @@ class TensorHooks:
         if not self.thread_ended:
             self._hooks.__exit__(*(exception or (None, None, None)))
 
-    def use_library(self, *waiting: dict[Any, Any] | list[Any]) -> Any:
+    def use_library(self, followed: dict[int, Any], *waiting: dict[Any, Any] | list[Any]) -> Any:
         """From here on have the compiled library do what it can, if there is one, and its
-        `Position`; else None. While something is in one of `waiting` no event is quiet."""
-        self._store.use_library()
-        if self._store.compiled is not None:
-            self._quiet = self._store.compiled.Position(
-                waiting, self._fence, self._device, self._min_bytes
+        `Position`; else None. It adds the tensors that it takes over to those `followed`, by
+        number. While something is in one of `waiting` no event is quiet."""
+        store = self._store
+        store.use_library()
+        if store.compiled is not None:
+            self._quiet = store.compiled.Position(
+                waiting, self._fence, self._device, self._min_bytes, store, followed
             )
         return self._quiet
 

@@ -17,8 +17,8 @@ PROGRAM = [str(Path(__file__).with_name("gloo_program.py"))]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
 ATTEMPTS = 4
-"""On a machine with other load a rank may wait so irregularly that no clock is worth its switches,
-which is then the right answer."""
+"""On a machine with other load a rank may wait so irregularly that no clock is worth its switches, or
+a short script be over before the search: then that is the right answer."""
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
     device = ["--device", "sim:h200", "--max-slowdown", "1%", "--rehearse", "120s"]
     for _ in range(ATTEMPTS):
         first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
-        if "Nothing to gain: " not in said:
+        if "Would hold" in said:
             break
     assert "Would hold" in said, said
     assert "less energy" in said

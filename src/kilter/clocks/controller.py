@@ -344,5 +344,5 @@ class ClocksController:
         if iterations.index < FIRST_BLOCK:
             return self._run.too_few(FIRST_BLOCK + 1)
         if ranks.world_size > 1 and self._run.messages() is None:
-            return "the ranks have no process group to agree through"
+            return "the ranks have no process group (any more) to agree through"
         return "the script ended at once"

@@ -157,7 +157,7 @@ class InsideController(ABC):
 
         messages = self._run.messages()
         if messages is None:
-            reason = "the ranks have no process group to agree through"
+            reason = "the ranks have no process group (any more) to agree through"
             self._give_up("searching clocks inside the iteration", reason)
             return
         self._search = self._search or JointSearch(

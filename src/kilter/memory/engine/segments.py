@@ -405,22 +405,24 @@ class ModuleCalls:
         if self._ours is not None:  # still there, or under a function of the program's
             return
         plain = self._plain = torch.nn.Module.__call__
+        calls = self
 
-        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            unwanted = self._wanted is not None and id(module) not in self._wanted
-            if unwanted or not self.watching or self.present or get_ident() != self._thread:
-                return plain(module, *args, **kwargs)
+        # PyTorch's profiler of Python calls finds the module in this function's local `self`.
+        def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            unwanted = calls._wanted is not None and id(self) not in calls._wanted
+            if unwanted or not calls.watching or calls.present or get_ident() != calls._thread:
+                return plain(self, *args, **kwargs)
             opened: list[ModuleCall] = []
             outermost = recording.present is None
             try:
-                self._guard(self._open, module, (args, kwargs), opened)
-                result = plain(module, *args, **kwargs)
+                calls._guard(calls._open, self, (args, kwargs), opened)
+                result = plain(self, *args, **kwargs)
                 if opened:
-                    self._guard(recording.unrecorded, self._close, opened[0], result)
+                    calls._guard(recording.unrecorded, calls._close, opened[0], result)
                 return result
             finally:
                 for each in opened:  # what was saved holds the call, but not all that it has met
-                    self.present = each.running = None
+                    calls.present = each.running = None
                 if outermost and recording.present is not None:
                     recording.stop()
 

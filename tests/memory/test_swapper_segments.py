@@ -549,6 +549,18 @@ class Caching(Language):
         Cached.table.clear()
 
 
+class Tagged(Tensor):
+    pass
+
+
+class Subclassing(Block):
+    """Makes a parameter in the call, and a tensor of a class of its own."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        scaled = super().forward(x * nn.Parameter(x.detach().mean()))
+        return scaled.as_subclass(Tagged).as_subclass(Tensor)
+
+
 PROGRAMS: dict[str, tuple[Make, str | None]] = {
     "attributes": (lambda: Language(Counting), "Counting"),
     "random": (lambda: Language(Drawing), "Drawing"),
@@ -564,6 +576,7 @@ PROGRAMS: dict[str, tuple[Make, str | None]] = {
     "another's operation": (lambda: Language(Capped), None),
     "drawn by NumPy": (lambda: Language(Noisy), None),
     "cached": (Caching, "Cached"),
+    "subclasses": (lambda: Language(Subclassing), "Subclassing"),
 }
 """Programs, and the class whose calls are made again as a whole. Where that is none, no call of a
 block may be: the block writes to what it reads, or reads memory that is not the framework's."""

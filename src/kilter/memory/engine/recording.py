@@ -669,8 +669,8 @@ def _met(operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _listening: list[Any] = []
-"""What has the one kernel that is registered for the key: the compiled library, or None and one of
-torch's, which is registered as long as it lives."""
+"""What has the kernels that are registered for the key: the compiled library, or None and those of
+torch's, whose kernels are registered as long as they live."""
 
 
 def _listen(compiled: Any) -> None:
@@ -686,7 +686,12 @@ def _listen(compiled: Any) -> None:
     else:
         ours = torch.library.Library("_", "IMPL")
         ours.fallback(_met, "Fake")
-        _listening.extend((None, ours))
+        # What a kernel in Python returns has a Python object for good. The framework makes objects
+        # of other classes (parameters, subclasses) from what these two return, which need none.
+        past = torch.library.Library("aten", "IMPL")
+        for name in ("alias", "detach"):
+            past.impl(name, torch.library.fallthrough_kernel, "Fake")
+        _listening.extend((None, ours, past))
 
 
 def unrecorded(function: Callable[..., Any], *args: Any) -> Any:

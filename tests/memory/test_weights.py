@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from kilter.core.errors import UsageError
@@ -706,6 +707,20 @@ def test_modes_of_the_program_do_not_meet_our_copies() -> None:
         optimizer.step()
         optimizer.zero_grad()
         return loss.item() + counter.get_total_flops()
+
+    check(stepping=stepping)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_a_model_is_traced_while_weights_move() -> None:
+    def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
+        loss = step(net, optimizer, number)
+        if number < STEPS - 1:
+            return loss
+        x = batch()
+        traced: Any = torch.jit.trace(net, x, check_trace=False)  # type: ignore[no-untyped-call]
+        nodes = len(list(traced.inlined_graph.nodes()))
+        return loss + nodes + traced(x).sum().item() + make_fx(net)(x)(x).sum().item()
 
     check(stepping=stepping)
 

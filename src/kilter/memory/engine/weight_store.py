@@ -342,7 +342,8 @@ class WeightStore:
 
     def falsified(self) -> bool:
         """True once if an offloaded weight differed from its copy. The device finds out later."""
-        if self._falsified or self._flag_host is None or not self._flag_host[0]:
+        if self._falsified or self._flag_host is None or self._torch.jit.is_tracing():
             return False
-        self._falsified = True
-        return True
+        with self._undisturbed():
+            self._falsified = bool(self._flag_host[0])
+        return self._falsified

@@ -17,8 +17,8 @@ PROGRAM = [str(Path(__file__).with_name("gloo_program.py"))]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
 ATTEMPTS = 4
-"""On a machine with other load a rank may wait so irregularly that no clock is worth its switches, or
-a short script be over before the search: then that is the right answer."""
+"""On a machine with other load a rank may wait so irregularly that no clock is worth its switches,
+or a short script be over before the search: then that is the right answer."""
 
 
 @pytest.fixture(autouse=True)

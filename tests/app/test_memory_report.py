@@ -293,6 +293,15 @@ def test_other_passes_than_those_of_the_plan_are_not_called_its_best(peak: int) 
     )
 
 
+def test_a_plan_within_the_budget_meets_it_whatever_it_was_made_for() -> None:
+    """The engine plans for a little less than the budget; where that is less than the least
+    possible peak, for a little more than that."""
+    least = planned(peak_bytes=30 * GIB, budget_bytes=30 * GIB + MIB)
+    memory = changed({"peak_bytes": 30 * GIB, "least_bytes": 30 * GIB}, (least,))
+    assert memory.feasible
+    assert headline(memory).startswith("memory: peak 45.0 GiB -> 30.0 GiB")
+
+
 def test_kinds_of_passes_that_look_alike_are_told_once() -> None:
     said = text(changed({"in_force": (0, 1)}, (FITTED, planned(t_s=FITTED.t_s + 1))))
     assert said.count("passes of 45.0 GiB: 40 tensors offloaded") == 1

@@ -73,9 +73,10 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         return False if unreached and least_bytes > budget_bytes else None  # type: ignore[operator]
 
     def fits(self, plan: Fitted) -> bool:
-        """Where no plan keeps the budget, the best one is made for more than that."""
+        """Where no plan keeps the budget, the best one is made for more than that. (What a plan
+        leaves to rounding may be what it was made for more.)"""
         budget_bytes = self.record.budget_bytes
-        return plan.feasible and (budget_bytes is None or plan.budget_bytes <= budget_bytes)
+        return plan.feasible and (budget_bytes is None or plan.peak_bytes <= budget_bytes)
 
     @property
     def within(self) -> bool | None:

@@ -142,7 +142,7 @@ def test_memory_beside_clocks_on_a_simulated_card(
     assert trace.memory is not None
     assert trace.memory.data
     assert main(["plan", "memory", "run/trace.json", "--memory-budget", "50%"]) == 0
-    assert "swapped" in capsys.readouterr().out
+    assert " offloaded, " in capsys.readouterr().out
 
 
 def test_auto_does_nothing_while_the_job_fits(run: Callable[..., Done]) -> None:

@@ -180,7 +180,7 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
         f"bound {show_time(found['bound_s'])} [{found['label'].value}]"
     )
     print(
-        f"actions {len(found['actions']['swap'])} swapped, "
+        f"actions {len(found['actions']['swap'])} offloaded, "
         f"{len(found['actions']['recompute'])} recomputed, {len(found['actions']['keep'])} kept; "
         f"{show_bytes(found['out_bytes'])} out, {show_fraction(found['hidden'])} hidden, "
         f"{show_bytes(found['host_bytes'])} of host memory"

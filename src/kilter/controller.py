@@ -73,7 +73,7 @@ class Run:
         """Why nothing was done in a script of fewer iterations than that."""
         if self.iterations.index < 0:
             return "no iteration was seen"
-        seen = show_count(max(0, self.iterations.index), "iteration")
+        seen = show_count(self.iterations.index + 1, "iteration")
         return f"the script ended after {seen}: at least {needed} are needed"
 
     def why_no_trace(self) -> str:

@@ -84,6 +84,15 @@ def test_after_an_error_nothing_is_rehearsed() -> None:
     ]
 
 
+def test_a_script_that_is_too_short_is_told_how_many_iterations_it_had() -> None:
+    job = kilter.govern(device="sim:v100", out="run")
+    with job as session:
+        train(5)
+    assert "the script ended after 5 iterations: at least 14 are needed" in [
+        refused.reason for refused in of(Refused, session.run)
+    ]
+
+
 def test_after_ctrl_c_nothing_is_rehearsed_and_the_summary_is_there() -> None:
     command = script(
         "import os, signal\n"

@@ -212,6 +212,7 @@ def test_a_script_that_saves_nothing_large(run: Callable[..., Done]) -> None:
         "refused: the memory plan: no tensor of 1.0 MiB or more was saved for backward"
         in done.stderr
     )
+    assert "kilter: memory was left alone\n" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
     lines = inside(report)
     if not by_inside(report):
         lines += [headline(report), ending(report)]
-    if report.blocks:
+    if report.blocks and report.goal.max_slowdown is not None:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
         told = memory_report.lines(report.memory)
@@ -291,7 +291,7 @@ def result(report: Report) -> Finding:
             return Finding(operation_run.answer(found), label)
         return Finding(section_run.answer(found), label)
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
-        return Finding(_no_memory_record(report), label)
+        return Finding(_no_memory_record(report))
     if report.saving is None and report.slowdown is None:
         return _without_result(report)
     if report.choice.setting == report.found:

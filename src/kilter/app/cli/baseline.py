@@ -30,9 +30,10 @@ from kilter.lease.journal import JournalPlace, place_of
 HELP = f"""\
 Save, show or restore what each GPU should stand at when nobody governs it.
 
-The baseline ({BASELINE}, written by root) makes two things certain that no driver call tells: a
-lease begins only on a GPU whose power limit is the baseline's, so that no job takes leftovers of
-another one for what was found; and a clock that the operator has capped is capped again afterwards.
+The baseline ({BASELINE}, written by root) makes two things certain that no
+driver call tells: a lease begins only on a GPU whose power limit is the baseline's, so that no job
+takes leftovers of another one for what was found; and a clock that the operator has capped is
+capped again afterwards.
 """
 EPILOG = """\
 exit code: 0 if every GPU agrees with its baseline (show) or is back at it (restore), else 1

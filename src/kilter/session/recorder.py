@@ -31,7 +31,10 @@ class Recorder:
             # unbuffered: what was written survives a kill of the process
             self._file = OwnFile.open(path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+            why = f"cannot be written ({error.strerror})"
+            if path.exists():
+                why = "another run has begun to write there; choose another place"
+            raise FileError(f"{path}: {why}") from error
         self._closed = False
         self._writing: tuple[int, bytes] | None = None
         """Size of the file, and what is being appended. Left behind by an exception that came from

@@ -9,6 +9,7 @@ import threading
 from kilter.core.forks import at_each_fork
 from kilter.core.script_end import ScriptEnd
 from kilter.core.units import show_count
+from kilter.observe.inference_watch import INFERENCE_AFTER_S
 from kilter.observe.iteration_clock import IterationClock
 from kilter.session.children import SpawnedChildren
 
@@ -111,8 +112,9 @@ class Unseen:
         if self._iterations.why_not is not None:
             return f"no iteration seen: {self._iterations.why_not}"
         return (
-            "no iteration seen: no optimizer of torch.optim stepped; to say where an iteration "
-            "ends: with kilter.govern() as job, and job.mark() after each one"
+            "no iteration seen: no optimizer of torch.optim stepped, and calls of modules count "
+            f"only from {INFERENCE_AFTER_S:.0f} s after the import of torch on; to say where an "
+            "iteration ends: with kilter.govern() as job, and job.mark() after each one"
         )
 
 

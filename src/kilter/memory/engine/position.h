@@ -105,8 +105,7 @@ const PlannedStep* quiet_step(const Position* self, long long code) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->waiting); i++)
     if (PyObject_Size(PyTuple_GET_ITEM(self->waiting, i))) return nullptr;
   if (self->fence != Py_None) {
-    const auto down = py::reinterpret_steal<py::object>(PyObject_GetAttr(self->fence, names.down));
-    if (!down) throw python_error();
+    const auto down = owned(PyObject_GetAttr(self->fence, names.down));
     if (down.ptr() != Py_False) return nullptr;
   }
   return &step;
@@ -118,9 +117,7 @@ PyObject* pass_of(const Position* self) {
 }
 
 py::object attribute(PyObject* object, PyObject* name) {
-  auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
-  if (!found) throw python_error();
-  return found;
+  return owned(PyObject_GetAttr(object, name));
 }
 
 long long integer(PyObject* object, PyObject* name) {
@@ -147,8 +144,7 @@ void mark(PyObject* view, PyObject* saved, PyObject* object) {
   const Tensor& tensor = THPVariable_Unpack(object);
   if (tensor.grad_fn() && tensor.output_nr() == 0) {
     const auto metadata = attribute(attribute(object, names.grad_fn).ptr(), names.metadata);
-    const auto layout = py::reinterpret_steal<py::object>(
-        PyTuple_GetSlice(view, 1, PyTuple_GET_SIZE(view)));
+    const auto layout = owned(PyTuple_GetSlice(view, 1, PyTuple_GET_SIZE(view)));
     const auto output = py::make_tuple(py::handle(slot(saved, slots.itself)), layout);
     if (PyObject_SetItem(metadata.ptr(), names.output, output.ptr())) throw python_error();
   }
@@ -156,31 +152,31 @@ void mark(PyObject* view, PyObject* saved, PyObject* object) {
 }
 
 // What autograd is given for a tensor on a saved storage.
-PyObject* view_on(PyObject* saved, PyObject* tensor) {
+py::object view_on(PyObject* saved, PyObject* tensor) {
   PyObject* asked[] = {saved, slot(saved, slots.alias), slot(saved, slots.plain), tensor};
-  return view(nullptr, asked, 4);
+  return owned(view(nullptr, asked, 4));
 }
 
 // What `Swapper._save` of engine.py does where nothing moves and no recipe is read: what autograd is
 // given. None: another case.
-PyObject* take_over(Position* self, const PlannedStep& step, PyObject* object, PyObject* within,
-                    PyObject* size_bytes, PyObject* key) {
+py::object take_over(Position* self, const PlannedStep& step, PyObject* object, PyObject* within,
+                     PyObject* size_bytes, PyObject* key) {
   const auto number = py::int_((-1 - step.code) / 2);
   const auto resident = attribute(self->store, names.resident);
   PyObject* known = PyDict_GetItemWithError(self->followed, number.ptr());
   PyObject* there = PyDict_GetItemWithError(resident.ptr(), key);
-  if (known != there) Py_RETURN_NONE;
+  if (known != there) return py::none();
   if (known != nullptr) {  // saved once more
     PyObject* saved = PyWeakref_GetObject(known);
     const auto version = THPVariable_Unpack(object)._version();
     const bool unchanged = saved != Py_None && slot(saved, slots.within) == within &&
                            number_in(saved, slots.version) == version;
-    return unchanged ? view_on(saved, object) : Py_NewRef(Py_None);
+    return unchanged ? view_on(saved, object) : py::none();
   }
   const auto touched = attribute(self->store, names.touched);
-  if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) Py_RETURN_NONE;
-  const auto alias = py::reinterpret_steal<py::object>(held(nullptr, object));
-  if (alias.is_none()) Py_RETURN_NONE;
+  if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) return py::none();
+  const auto alias = owned(held(nullptr, object));
+  if (alias.is_none()) return py::none();
   const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());
   PyObject* saved = made.ptr();
   PyObject* itself = slot(saved, slots.itself);
@@ -197,9 +193,9 @@ PyObject* take_over(Position* self, const PlannedStep& step, PyObject* object, P
       put(saved, slots.recipe, Py_NewRef(call.ptr()));
     }
   }
-  PyObject* given = view_on(saved, object);
-  if (given != nullptr && step.read && THPVariable_Unpack(object)._version() == step.version)
-    mark(given, saved, object);
+  auto given = view_on(saved, object);
+  if (step.read && THPVariable_Unpack(object)._version() == step.version)
+    mark(given.ptr(), saved, object);
   return given;
 }
 
@@ -208,23 +204,23 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   HANDLE_TH_ERRORS
   Position* self = position_of(object);
   size_t size_bytes = 0;
-  PyObject* packed = pack(tensor, self->device, self->least_bytes, size_bytes);
-  if (size_bytes == 0) return packed;
+  auto packed = owned(pack(tensor, self->device, self->least_bytes, size_bytes));
   PyObject* within = pass_of(self);
-  const PlannedStep* step = quiet_step(self, static_cast<long long>(size_bytes));
-  if (step == nullptr || within == Py_None) return packed;
-  const auto taken = py::reinterpret_steal<py::object>(packed);
-  PyObject* given = Py_None;
+  const PlannedStep* step =
+      size_bytes == 0 ? nullptr : quiet_step(self, static_cast<long long>(size_bytes));
+  if (step == nullptr || within == Py_None) return packed.release().ptr();
+  py::object given = py::none();
   if (step->kind == kKept) {
     const Tensor& unpacked = THPVariable_Unpack(tensor);
-    given = keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within));
+    given =
+        owned(keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within)));
   } else if (step->kind == kTaken) {
-    given = take_over(self, *step, tensor, within, PyTuple_GET_ITEM(packed, 0),
-                      PyTuple_GET_ITEM(packed, 1));
+    given = take_over(self, *step, tensor, within, PyTuple_GET_ITEM(packed.ptr(), 0),
+                      PyTuple_GET_ITEM(packed.ptr(), 1));
   }
-  if (given == Py_None) return Py_NewRef(packed);
+  if (given.is_none()) return packed.release().ptr();
   self->event++;
-  return given;
+  return given.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -246,6 +242,7 @@ PyObject* use_kept(Position* self, PyObject* packed) {
 // A followed tensor that is resident: `Store.hand_out` of store.py.
 PyObject* use_view(Position* self, PyObject* view) {
   PyObject* saved = PyTuple_GET_ITEM(view, 0);
+  if (!of_class(saved, names.saved)) Py_RETURN_NONE;
   PyObject* alias = slot(saved, slots.alias);
   if (slot(saved, slots.within) != pass_of(self) || number_in(saved, slots.state) != kResident ||
       torch::autograd::get_current_graph_task_keep_graph() || !ordinary(alias))

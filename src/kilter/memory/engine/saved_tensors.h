@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <structmember.h>
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/CPUAllocator.h>
@@ -39,9 +41,15 @@ struct Slots {
 };
 Slots slots;
 
+// Takes the reference; throws where there is an error instead.
+py::object owned(PyObject* made) {
+  if (made == nullptr) throw python_error();
+  return py::reinterpret_steal<py::object>(made);
+}
+
 Py_ssize_t slot_named(const char* name) {
-  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttrString(names.saved, name));
-  if (!found || !Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type))
+  const auto found = owned(PyObject_GetAttrString(names.saved, name));
+  if (!Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type))
     throw std::runtime_error(std::string("no slot ") + name);
   return reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset;
 }
@@ -117,10 +125,8 @@ py::object detached(const Tensor& tensor) {
 }
 
 py::object itself_of(PyObject* object) {
-  auto made = py::reinterpret_steal<py::object>(PyObject_CallOneArg(names.itself, object));
-  if (!made) throw python_error();
-  auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-  if (!own) throw python_error();
+  auto made = owned(PyObject_CallOneArg(names.itself, object));
+  const auto own = owned(PyObject_GenericGetDict(object, nullptr));
   const bool any = of_class(object, names.tensor) && PyDict_GET_SIZE(own.ptr());
   if (PyObject_SetAttr(made.ptr(), names.attributes, any ? own.ptr() : Py_None))
     throw python_error();
@@ -224,8 +230,7 @@ PyObject* held(PyObject*, PyObject* object) {
 py::object saved_storage(PyObject* within, PyObject* number, PyObject* size_bytes, PyObject* key,
                          PyObject* held) {
   auto* type = reinterpret_cast<PyTypeObject*>(names.saved);
-  auto made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
-  if (!made) throw python_error();
+  auto made = owned(type->tp_alloc(type, 0));
   PyObject* saved = made.ptr();
   put(saved, slots.itself, PyWeakref_NewRef(saved, nullptr));
   put(saved, slots.within, Py_NewRef(within));
@@ -253,8 +258,7 @@ PyObject* view(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   const Tensor& alias = THPVariable_Unpack(arguments[1]);
   const auto saved = py::handle(arguments[0]);
   const auto itself = itself_of(object);
-  const auto dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, names.dtype));
-  if (!dtype) throw python_error();
+  const auto dtype = owned(PyObject_GetAttr(object, names.dtype));
   if (arguments[2] == Py_True && tensor.scalar_type() == alias.scalar_type() &&
       tensor.sizes() == alias.sizes() && tensor.strides() == alias.strides())
     return tuple_of(names.view, saved, itself, dtype, py::none(), py::tuple(0), py::int_(0));

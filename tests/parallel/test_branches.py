@@ -446,6 +446,19 @@ def test_dropout_stays_random_and_batch_norm_counts_once():
     assert int(norm.num_batches_tracked) == 3
 
 
+def test_threads_draw_no_random_numbers_at_once():
+    """They would draw them in any order: another result in every run, whatever the seed."""
+    branches = [nn.Dropout(0.5), nn.Dropout(0.3), nn.Identity()]
+    x = torch.ones(1000)
+    with parallel(branches, mode="threads") as fast:
+        torch.manual_seed(0)
+        ours = [fast(x) for _ in range(3)]
+        assert "draws random numbers" in fast.plan().reason.text
+    torch.manual_seed(0)
+    for results in ours:
+        same(results, serial(branches, x))
+
+
 def test_a_module_with_state_in_python_is_not_run_more_often_than_called():
     class Counts(nn.Module):
         def __init__(self):
@@ -612,6 +625,9 @@ def test_explain_lists_what_was_tried():
     assert "folded" in text
     assert "equal branches of the widest step: {0,1} {2}" in text
     assert "measured" in text
+    with parallel(linears(5, 6), mode="serial") as fast:
+        fast(torch.randn(2, 8))
+        assert fast.explain().startswith("serial on 1 stream(s): asked for")
 
 
 @pytest.mark.parametrize("name", ["inception", "experts", "ensemble"])

@@ -22,7 +22,13 @@ from kilter.parallel.candidates import CompileCache, ParallelOptions, WayRequest
 from kilter.parallel.loop import TENSORS, Arguments, Branches, SerialLoop, signature, why_serial
 from kilter.parallel.plan import BranchPlan, describe
 from kilter.parallel.prepare import Prepared, prepare, serial_plan
-from kilter.parallel.watched import WatchedBranches, held_by_several, needs_grad, versions
+from kilter.parallel.watched import (
+    WatchedBranches,
+    generator_states,
+    held_by_several,
+    needs_grad,
+    versions,
+)
 from kilter.parallel.ways import WAYS
 
 READMIT = 8
@@ -123,13 +129,17 @@ class Parallel:
         opaque = self.loop.is_list and way is not None and way.calls_branches
         shared = held_by_several(self.loop.branches) if opaque else []
         shared += [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
-        written = versions(shared)
+        written, drawn = versions(shared), generator_states() if opaque else []
         # The user's own errors come from here, outside every handler of ours.
         inputs, named = arguments
         results = self.loop(*inputs, **named)
         if opaque and versions(shared) != written:
             text = "a branch writes to an input, or to a tensor that another branch holds too"
             self._leave_serial(key, Reason("writes", "", text))
+            return results
+        if opaque and generator_states() != drawn:
+            text = "draws random numbers: branches at once would draw them in any order"
+            self._leave_serial(key, Reason("random", "", text))
             return results
         changes = None if opaque else before.changed()
         if changes is not None:  # weights that are made lazily, a cache, a counter
@@ -183,6 +193,8 @@ class Parallel:
 
     def plan(self) -> BranchPlan | None:
         """The decision for the signature called last; None before the first call."""
+        if self.options.mode == "serial":
+            return serial_plan(Reason("asked_for", "serial", "asked for"))
         return None if self._last is None else self._last.plan
 
     def explain(self) -> str:

@@ -158,10 +158,9 @@ def combined(trials: Sequence[Trial]) -> Reason | None:
 
 def describe(plan: BranchPlan) -> str:
     """A plan as a table for people."""
-    lines = [
-        f"{plan.chosen} on {plan.streams} stream(s): {plan.reason.text} ({plan.label.value})",
-        f"{plan.branches} branches in {plan.steps} steps",
-    ]
+    lines = [f"{plan.chosen} on {plan.streams} stream(s): {plan.reason.text} ({plan.label.value})"]
+    if plan.branches:
+        lines.append(f"{plan.branches} branches in {plan.steps} steps")
     if plan.groups:
         groups = " ".join("{" + ",".join(map(str, g)) + "}" for g in plan.groups)
         lines.append(f"equal branches of the widest step: {groups}")

@@ -332,6 +332,14 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if t.is_inference() else write_count(t) for t in tensors]
 
 
+def generator_states() -> list[bytes]:
+    """What the default random generators, the CPU's and the GPUs', draw next."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states += torch.cuda.get_rng_state_all()
+    return [bytes(state.tolist()) for state in states]
+
+
 _CONTENT = attrgetter("cell_contents")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 

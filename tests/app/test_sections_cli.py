@@ -78,7 +78,8 @@ def test_a_broken_trace_beside_a_whole_one_is_left_out_by_name(pair, tmp_path, c
     ("content", "words"),
     [
         ('{"traceEvents": [{"ph": "X"', "complete JSON"),
-        ('{"schema": "kilter.trace/1"}', "no traceEvents"),
+        ("{}", "no traceEvents"),
+        ('{"schema": "kilter.trace/1"}', "no traceEvents): this is a file of kilter's own"),
         (json.dumps({"traceEvents": []}), "no GPU kernels"),
         (json.dumps({"traceEvents": [kernel("gemm", 5, -1)]}), "lasts no time"),
     ],

@@ -302,3 +302,24 @@ def test_a_window_that_fails_again_and_again_leaves_the_whole_job(
     assert job.whole_job == [2, 3]
     assert job.refused == [("observing sections", "the profiler is in use", None)]
     assert job.messages.look(inside_controller.GIVEN_UP) == b"rank 0: the profiler is in use"
+
+
+@pytest.mark.parametrize(
+    ("needed", "reason"),
+    [
+        (20, "too few for 20"),
+        (3, "the script ended before a window of the profiler was read"),
+    ],
+)
+def test_a_script_of_many_short_iterations_was_not_too_short(
+    begun: Callable[..., Job], needed: int, reason: str
+) -> None:
+    job = begun(0.4)
+    run: Any = job.controller._run
+    run.too_few = lambda least: f"too few for {least}"
+    run.fence = SimpleNamespace(down=False)
+    windows: Any = job.controller._windows
+    windows._traces, windows.needed = [None], needed
+    job.iterate(10)
+    job.controller.end([], SimpleNamespace(finished=True))  # type: ignore[arg-type]
+    assert job.refused == [("looking for sections", reason)]

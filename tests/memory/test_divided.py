@@ -126,6 +126,9 @@ def test_dropout_is_said() -> None:
     in_pieces(torch.randn(6, 8))
     assert "2 pieces of 3" in in_pieces.explain()
     assert "dropout masks" in in_pieces.explain()
+    model.eval()
+    in_pieces(torch.randn(6, 8))
+    assert "dropout masks" not in in_pieces.explain()  # of the last batch
 
 
 def test_a_scaler_has_its_say() -> None:

@@ -223,6 +223,14 @@ def test_nothing_to_train_is_said() -> None:
         kilter.size(_Integers(), torch.randn(4, 8))
 
 
+def test_an_error_of_the_model_is_raised_and_not_logged_as_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        kilter.size(nn.Linear(8, 8), torch.randn(4, 9))
+    assert "Traceback" not in caplog.text
+
+
 class _Integers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -273,4 +273,8 @@ class SectionsController(InsideController):
     def _why_unseen(self) -> str:
         if self._plan is None:
             return self._run.too_few(1)
-        return self._windows.why_not or self._run.too_few(self._windows.needed)
+        if self._windows.why_not:
+            return self._windows.why_not
+        if self._run.iterations.index + 1 < self._windows.needed:
+            return self._run.too_few(self._windows.needed)
+        return "the script ended before a window of the profiler was read"

@@ -54,9 +54,12 @@ class divided:  # noqa: N801
 
         `pieces` fixes their number; without it, as few as keep the device's memory within
         `memory_budget` (`"24GiB"`, `"75%"` of what the whole batch would take, `"auto"`: the card).
-        `reduction` says whether the loss is the `mean` over samples or their `sum`. `backward` is
-        what is done with the loss of a piece (default: `loss.backward()`); a scaler goes here.
-        Batch norm in training would take its statistics of a piece and is refused, unless allowed.
+        `reduction` says whether the loss is the `mean` over samples or their `sum`; what does not
+        depend on samples (a penalty of weights) belongs to a mean only. A mean over tokens or by
+        class weights is no mean over samples: give their sum over the batch's own count.
+        `backward` is what is done with the loss of a piece (default: `loss.backward()`); a scaler
+        goes here. Batch norm in training would take its statistics of a piece and is refused,
+        unless allowed.
         """
         if pieces is not None and (not isinstance(pieces, Integral) or pieces < 1):
             raise UsageError(f"pieces={pieces!r}: write a whole number of pieces, at least 1")
@@ -164,6 +167,7 @@ class divided:  # noqa: N801
     ) -> torch.Tensor:
         import torch
 
+        self._effects.clear()
         total: torch.Tensor | None = None
         done: list[int] = []
         first = 0

@@ -152,6 +152,9 @@ class TraceFile(Generic[T]):
             raise FileError(f"{self.path}: not a complete JSON file ({error})") from error
         if not isinstance(keys, dict):
             raise FileError(f"{self.path}: not a Kineto trace (no traceEvents)")
+        if str(keys.get("schema")).startswith("kilter."):
+            own = "this is a file of kilter's own, expected a trace of torch.profiler"
+            raise FileError(f"{self.path}: not a Kineto trace (no traceEvents): {own}")
         keys.pop("traceEvents", None)
         return keys
 

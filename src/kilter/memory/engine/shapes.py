@@ -9,8 +9,10 @@ parameters takes seconds and no GPU. All figures are simulated.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +164,11 @@ def shapes_of(
         # Of a small model no tensor has so many bytes: then all of them are recorded.
         for least_bytes in (min_bytes, 0):
             memory = _Memory(clocked)
-            with fake.FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
+            with (
+                _without_log(fake.__name__),
+                fake.FakeTensorMode(allow_non_fake_inputs=True),
+                _counting(memory),
+            ):
                 faked = _FakeModel(model, inputs, named, memory, loss, autocast)
                 shapes = _Job(faked, memory, optimizer, least_bytes).run()
             if shapes is not None:
@@ -175,6 +181,17 @@ def shapes_of(
     except fake.UnsupportedOperatorException as error:
         raise UsageError(f"{error.func} says nothing of the shapes it makes") from error
     raise UsageError("the model keeps nothing for its backward: there is nothing to plan")
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """Without the traceback that PyTorch logs of an error beside raising it."""
+    log = logging.getLogger(name)
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 def _counting(memory: _Memory) -> Any:

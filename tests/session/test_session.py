@@ -132,7 +132,7 @@ def test_a_script_too_short_to_observe_says_so(capfd: pytest.CaptureFixture[str]
     with kilter.govern(device="sim:v100", out="run") as job:
         train(3)
     reason = of(Refused, job.run)[-1].reason
-    assert "2 iterations" in reason or "before its iterations could be observed" in reason
+    assert "3 iterations" in reason or "before its iterations could be observed" in reason
     assert reason in capfd.readouterr().err
 
 

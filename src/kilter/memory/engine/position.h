@@ -16,7 +16,7 @@ struct PlannedStep {
   long long expected;
   long long code;
   long long kind;
-  long long called, read;  // a call is recomputed that makes the tensor; something reads it for that
+  long long called, read;  // a call is recomputed that makes the tensor; it is read for recomputing
   long long version;
 };
 constexpr long long kMoves = 0, kKept = 2, kTaken = 3;  // 1: Python takes the tensor over
@@ -111,9 +111,10 @@ const PlannedStep* quiet_step(const Position* self, long long code) {
   return &step;
 }
 
-// The present pass, or None.
-PyObject* pass_of(const Position* self) {
-  return self->within == Py_None ? Py_None : PyWeakref_GetObject(self->within);
+// What a weak reference refers to, or None. (Held, since any allocation may collect garbage.)
+py::object referred_to(PyObject* reference) {
+  return py::reinterpret_borrow<py::object>(
+      reference == Py_None ? Py_None : PyWeakref_GetObject(reference));
 }
 
 py::object attribute(PyObject* object, PyObject* name) {
@@ -157,9 +158,9 @@ py::object view_on(PyObject* saved, PyObject* tensor) {
   return owned(view(nullptr, asked, 4));
 }
 
-// What `Swapper._save` of engine.py does where nothing moves and no recipe is read: what autograd is
-// given. None: another case.
-py::object take_over(Position* self, const PlannedStep& step, PyObject* object, PyObject* within,
+// What `Swapper._save` of engine.py does where nothing moves and no recipe is read: gives what
+// autograd is given. None: another case.
+py::object take_over(Position* self, const PlannedStep step, PyObject* object, PyObject* within,
                      PyObject* size_bytes, PyObject* key) {
   const auto number = py::int_((-1 - step.code) / 2);
   const auto resident = attribute(self->store, names.resident);
@@ -167,11 +168,11 @@ py::object take_over(Position* self, const PlannedStep& step, PyObject* object, 
   PyObject* there = PyDict_GetItemWithError(resident.ptr(), key);
   if (known != there) return py::none();
   if (known != nullptr) {  // saved once more
-    PyObject* saved = PyWeakref_GetObject(known);
+    const auto saved = referred_to(known);
     const auto version = THPVariable_Unpack(object)._version();
-    const bool unchanged = saved != Py_None && slot(saved, slots.within) == within &&
-                           number_in(saved, slots.version) == version;
-    return unchanged ? view_on(saved, object) : py::none();
+    const bool unchanged = !saved.is_none() && slot(saved.ptr(), slots.within) == within &&
+                           number_in(saved.ptr(), slots.version) == version;
+    return unchanged ? view_on(saved.ptr(), object) : py::none();
   }
   const auto touched = attribute(self->store, names.touched);
   if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) return py::none();
@@ -205,17 +206,17 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   Position* self = position_of(object);
   size_t size_bytes = 0;
   auto packed = owned(pack(tensor, self->device, self->least_bytes, size_bytes));
-  PyObject* within = pass_of(self);
+  const auto within = referred_to(self->within);
   const PlannedStep* step =
       size_bytes == 0 ? nullptr : quiet_step(self, static_cast<long long>(size_bytes));
-  if (step == nullptr || within == Py_None) return packed.release().ptr();
+  if (step == nullptr || within.is_none()) return packed.release().ptr();
   py::object given = py::none();
   if (step->kind == kKept) {
     const Tensor& unpacked = THPVariable_Unpack(tensor);
     given =
         owned(keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within)));
   } else if (step->kind == kTaken) {
-    given = take_over(self, *step, tensor, within, PyTuple_GET_ITEM(packed.ptr(), 0),
+    given = take_over(self, *step, tensor, within.ptr(), PyTuple_GET_ITEM(packed.ptr(), 0),
                       PyTuple_GET_ITEM(packed.ptr(), 1));
   }
   if (given.is_none()) return packed.release().ptr();
@@ -232,7 +233,8 @@ PyObject* use_kept(Position* self, PyObject* packed) {
     Py_RETURN_NONE;
   if (PyTuple_GET_SIZE(packed) == 5) {
     const long long code = PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 3));
-    if (PyTuple_GET_ITEM(packed, 4) != pass_of(self) || quiet_step(self, code) == nullptr)
+    if (PyTuple_GET_ITEM(packed, 4) != referred_to(self->within).ptr() ||
+        quiet_step(self, code) == nullptr)
       Py_RETURN_NONE;
     self->event++;
   }
@@ -244,7 +246,8 @@ PyObject* use_view(Position* self, PyObject* view) {
   PyObject* saved = PyTuple_GET_ITEM(view, 0);
   if (!of_class(saved, names.saved)) Py_RETURN_NONE;
   PyObject* alias = slot(saved, slots.alias);
-  if (slot(saved, slots.within) != pass_of(self) || number_in(saved, slots.state) != kResident ||
+  if (slot(saved, slots.within) != referred_to(self->within).ptr() ||
+      number_in(saved, slots.state) != kResident ||
       torch::autograd::get_current_graph_task_keep_graph() || !ordinary(alias))
     Py_RETURN_NONE;
   const Tensor& tensor = THPVariable_Unpack(alias);

@@ -24,6 +24,7 @@ PASSES = 2 if kind in LATE else 1
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+dist.barrier()  # a rank that trains by itself could be over before the other one has connected
 rank = dist.get_rank()
 data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 

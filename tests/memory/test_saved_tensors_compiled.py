@@ -20,12 +20,8 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper  # noqa: E402
-from kilter.memory.engine.position import (  # noqa: E402
-    NO_STEPS,
-    PlannedStep,
-    StepKind,
-    packed_steps,
-)
+from kilter.memory.engine.position import NO_STEPS, StepKind  # noqa: E402
+from kilter.memory.engine.ready import Due, ReadyStep, packed_steps  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
@@ -317,7 +313,17 @@ class Walk:
             engine._store,
             self.followed,
         )
-        step = PlannedStep(size_bytes, CODE, kind, call is not None, read, version)
+        step = ReadyStep(
+            size_bytes,
+            number=0,
+            due=Due((), (), ()) if kind is StepKind.MOVES else None,
+            followed=kind in (StepKind.FOLLOWED, StepKind.TAKEN),
+            recomputed=kind is StepKind.FOLLOWED,
+            called=call is not None,
+            read=read,
+            version=version,
+        )
+        assert step.kind is kind
         steps = packed_steps([step, step._replace(expected=CODE)])
         calls = None if call is None else SimpleNamespace(present=call)
         self.at.follow(steps, weakref.ref(self.within), calls)

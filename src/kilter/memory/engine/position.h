@@ -11,7 +11,7 @@
 
 namespace {
 
-// One event of a plan, as `packed_steps` of position.py writes it.
+// One event of a plan, as `packed_steps` of ready.py writes it.
 struct PlannedStep {
   long long expected;
   long long code;

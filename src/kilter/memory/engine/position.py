@@ -7,11 +7,9 @@ as they are those that the plan expects (`position.h`). Without it the engine lo
 
 from __future__ import annotations
 
-import struct
 import weakref
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 NO_STEPS = b""
 """No event is quiet."""
@@ -48,24 +46,3 @@ class StepKind(IntEnum):
     """Nothing moves, and autograd keeps the tensor."""
     TAKEN = 3
     """Nothing moves; the engine follows the tensor, which no recipe of its own makes."""
-
-
-class PlannedStep(NamedTuple):
-    """What the compiled library needs of an event."""
-
-    expected: int
-    """The storage's size where a tensor is saved, its `use_code` where it is used."""
-    code: int
-    """The `use_code` of the tensor."""
-    kind: StepKind
-    called: bool = False
-    """A call is recomputed that makes the tensor."""
-    read: bool = False
-    """Another tensor is recomputed from it."""
-    version: int = 0
-    """How often it had been written to before it was saved."""
-
-
-def packed_steps(steps: Iterable[PlannedStep]) -> bytes:
-    """As `position.h` reads them."""
-    return b"".join(struct.pack("=6q", *step) for step in steps)

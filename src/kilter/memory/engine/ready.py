@@ -5,12 +5,13 @@ With this list an ordinary event under a plan costs the host one look-up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
-from kilter.memory.engine.position import PlannedStep, StepKind, packed_steps
+from kilter.memory.engine.position import StepKind
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
@@ -60,6 +61,22 @@ class ReadyStep(NamedTuple):
         if not self.followed:
             return StepKind.KEPT
         return StepKind.FOLLOWED if self.recomputed else StepKind.TAKEN
+
+
+def packed_steps(steps: Iterable[ReadyStep]) -> bytes:
+    """What the compiled library needs of these events, as `position.h` reads it."""
+    return b"".join(
+        struct.pack(
+            "=6q",
+            step.expected,
+            use_code(step.number),
+            step.kind,
+            step.called,
+            step.read,
+            step.version,
+        )
+        for step in steps
+    )
 
 
 @dataclass(slots=True)
@@ -146,7 +163,6 @@ def ready(
         followed = frozenset(range(len(record.data)))
 
     steps: list[ReadyStep] = []
-    planned: list[PlannedStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
         # The last one first: who has waited for its copy has waited for all copies before it.
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
@@ -156,9 +172,6 @@ def ready(
         version = 0 if used else record.data[number].version
         step = ReadyStep(expected, number, due if any(due) else None, *roles, version)
         steps.append(step)
-        planned.append(
-            PlannedStep(expected, use_code(number), step.kind, step.called, step.read, step.version)
-        )
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:
@@ -174,7 +187,7 @@ def ready(
         numbers=numbers,
         events=record.events,
         steps=[*steps, ReadyStep(None)],
-        packed_steps=packed_steps(planned),
+        packed_steps=packed_steps(steps),
         places=places,
         beside_bytes=beside,
         segments={segment.first: segment for segment in called},

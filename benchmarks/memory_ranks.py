@@ -1,7 +1,7 @@
 """A memory budget on several GPUs: the same job under DDP and FSDP2, plain and governed.
 
     python benchmarks/memory_ranks.py --out DIR [--ranks 2] [--budget 70%]
-    python benchmarks/memory_ranks.py --out DIR --model opt --steps 120
+    python benchmarks/memory_ranks.py --out DIR --model opt --steps 120 [--recompute segments]
 
 With `--model` one of those of `memory_libraries.py`, also under its own checkpointing, whose peak
 is kilter's budget then. Each case is started as a user would start it (`kilter run --standalone
@@ -95,7 +95,8 @@ def case(parallel: str, arm: str, budget: str, args: argparse.Namespace) -> dict
     governed = arm == "governed"
     out.mkdir(parents=True, exist_ok=True)
     ranks = ["--standalone", "--nproc-per-node", str(args.ranks)]
-    verb = ["kilter", "run", "--memory-budget", budget, "--out", str(out / "run"), *ranks]
+    verb = ["kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
+    verb += ["--recompute", args.recompute, *ranks]
     sizes = ("layers", "width", "length", "batch", "steps", "vocabulary")
     done = subprocess.run(
         [sys.executable, "-m", *(verb if governed else ["torch.distributed.run", *ranks])]
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--budget", default="70%")
+    parser.add_argument("--recompute", default="auto", help="as for kilter run")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=1024)

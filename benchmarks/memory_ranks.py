@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def train(args: argparse.Namespace) -> None:
@@ -143,22 +143,29 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with open(args.out / "memory_ranks.jsonl", "a") as lines:
         for parallel in args.parallel.split(","):
-            found = {"plain": case(parallel, "plain", "", args)}
+            plain = run_case(parallel, "plain", "", args, lines)
             budget = args.budget
             if args.model:
-                own = found["checkpoint"] = case(parallel, "checkpoint", "", args)
+                own = run_case(parallel, "checkpoint", "", args, lines)
                 budget = f"{max((r['peak_bytes'] for r in own['ranks']), default=0) // 2**20}MiB"
-            found["governed"] = case(parallel, "governed", budget, args)
-            digests = [[r["digest"] for r in each["ranks"]] for each in found.values()]
-            same = len(digests[0]) == args.ranks and digests[-1] == digests[0]
-            for arm, each in found.items():
-                print(json.dumps(each | {"same": same}), file=lines, flush=True)
-                peaks = [round(r["peak_bytes"] / 2**30, 2) for r in each["ranks"]]
-                times = [round(r["iteration_s"] * 1e3, 1) for r in each["ranks"]]
-                print(f"{each['case']} (exit {each['rc']}): {peaks} GiB, {times} ms", flush=True)
-                for line in each["stderr"] if each["rc"] or arm == "governed" else ():
-                    print("  ", line[:160], flush=True)
+            governed = run_case(parallel, "governed", budget, args, lines)
+            digests = [[r["digest"] for r in each["ranks"]] for each in (plain, governed)]
+            same = len(digests[0]) == args.ranks and digests[1] == digests[0]
             print(f"{parallel}: {'the same bits' if same else 'DIFFERENT'}", flush=True)
+
+
+def run_case(
+    parallel: str, arm: str, budget: str, args: argparse.Namespace, lines: TextIO
+) -> dict[str, Any]:
+    """A case, written and printed as soon as it is over."""
+    found = case(parallel, arm, budget, args)
+    print(json.dumps(found), file=lines, flush=True)
+    peaks = [round(r["peak_bytes"] / 2**30, 2) for r in found["ranks"]]
+    times = [round(r["iteration_s"] * 1e3, 1) for r in found["ranks"]]
+    print(f"{found['case']} (exit {found['rc']}): {peaks} GiB, {times} ms", flush=True)
+    for line in found["stderr"] if found["rc"] or arm == "governed" else ():
+        print("  ", line[:160], flush=True)
+    return found
 
 
 if __name__ == "__main__":

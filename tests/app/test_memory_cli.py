@@ -190,6 +190,51 @@ def test_json_on_stderr(run: Callable[..., Done]) -> None:
     assert json.loads(document)["memory"]["planned"] > 0
 
 
+# --strict
+
+ENDS = SCRIPT.replace("print(loss", "sys.exit(int(sys.argv[2])) if len(sys.argv) > 2 else print(loss")
+
+
+@pytest.mark.parametrize(
+    ("budget", "arguments", "code", "said"),
+    [
+        ("60%", (ITERATIONS,), 0, ""),
+        ("60%", (ITERATIONS, "0"), 0, ""),
+        ("1GiB", (ITERATIONS,), 0, ""),  # fits as it is
+        ("3MiB", (ITERATIONS,), 1, "MiB, over the budget of 3.0 MiB; exit code 1"),
+        ("3MiB", (ITERATIONS, "0"), 1, "MiB, over the budget of 3.0 MiB; exit code 1"),
+        ("3MiB", (ITERATIONS, "7"), 7, ""),
+        ("60%", ("2",), 1, "exit code 1"),  # no plan yet
+    ],
+)
+def test_strict_fails_where_the_budget_was_not_kept(
+    run: Callable[..., Done], budget: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    done = run(budget, *arguments, script=ENDS, options=("--strict",))
+    assert done.returncode == code
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("kilter: --strict: ") == bool(said)
+    assert last.endswith(said)
+
+
+def test_strict_leaves_one_line_of_json(run: Callable[..., Done]) -> None:
+    done = run("3MiB", ITERATIONS, options=("--strict", "--json"))
+    assert done.returncode == 1
+    assert json.loads(done.stderr.splitlines()[-1])["memory"]["within"] is False
+
+
+def test_strict_where_memory_was_left_alone(run: Callable[..., Done]) -> None:
+    done = run("50%", "5", script=SCRIPT.replace("4096", "16"), options=("--strict",))
+    assert done.returncode == 1
+    assert "kilter: --strict: memory was left alone; exit code 1" in done.stderr
+
+
+def test_strict_fails_once_for_all_ranks(run: Callable[..., Done]) -> None:
+    done = run("3MiB", ITERATIONS, options=("--strict", "--standalone", "--nproc-per-node", "2"))
+    assert done.returncode == 1
+    assert done.stderr.count("kilter: --strict: the peak of rank 0 is ") == 1
+
+
 # Bad input and bad luck
 
 

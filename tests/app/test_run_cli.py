@@ -52,6 +52,7 @@ def test_options_are_frozen() -> None:
         "weights": "KILTER_WEIGHTS",
         "recompute": "KILTER_RECOMPUTE",
         "host-memory": "KILTER_HOST_MEMORY",
+        "strict": "KILTER_STRICT",
         "objective": "KILTER_OBJECTIVE",
         "price-of-time": "KILTER_PRICE_OF_TIME",
         "device": "KILTER_DEVICE",
@@ -81,6 +82,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         *("-h", "--max-slowdown", "--memory-budget", "--gradients", "--weights", "--recompute"),
         *(
             "--host-memory",
+            "--strict",
             "--objective",
             "--price-of-time",
             "--device",
@@ -292,6 +294,8 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
             "--weights: 'away' is not one of keep, offload",
         ),
         (["--host-memory", "1GiB", "train.py"], "add --memory-budget"),
+        (["--strict", "train.py"], "is not kept: add --memory-budget"),
+        (["--memory-budget", "1GiB", "--strict", "--dry-run", "train.py"], "leave out --strict"),
         (
             ["--host-memory", "16", "train.py"],
             "'16' is less than 1 MiB: write a size with its unit, such as 16GiB",

@@ -202,6 +202,12 @@ OPTIONS = {
             "16GiB",
         ),
         Option(
+            "strict",
+            _switch,
+            "exit code 1 instead of 0 where the budget was not kept, or it is not known whether it"
+            " was, once the script has ended",
+        ),
+        Option(
             "objective",
             _objective,
             "what is minimised under the contract: energy (default), edp or ed2p",
@@ -301,6 +307,8 @@ def resolve(
     for name, does in _OF_MEMORY.items():
         if memory_budget is None and flags.get(name) is not None:
             raise UsageError(f"--{name} {does}: add --memory-budget")
+    if flags.get("strict") is not None and given.get("dry-run"):
+        raise UsageError("with --dry-run no budget is kept: leave out --strict")
     inside = given.get("sections") or given.get("operations")
     clocks_alone = memory_budget is not None and not inside
     if max_slowdown is None and clocks_alone and any(flags.get(n) is not None for n in _OF_CLOCKS):
@@ -328,6 +336,7 @@ _OF_MEMORY = {
     "weights": "says what a memory budget may move",
     "recompute": "says what a memory budget may do",
     "host-memory": "limits what a memory budget offloads",
+    "strict": "says what follows where a memory budget is not kept",
 }
 """Options that mean nothing without a memory budget, and what they do."""
 

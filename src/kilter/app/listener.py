@@ -31,6 +31,8 @@ class StderrListener:
         self._descriptor = identity(_STDERR)
         self._said_s = 0.0
         self._progressed = False
+        self.why_not_kept = "kilter did not come to the end of the run"
+        """Why it is not known that the job kept its memory budget; empty: it did."""
 
     def started(self, started: Started) -> None:
         self._say(start_line(started))
@@ -61,12 +63,19 @@ class StderrListener:
         from kilter.app.report import summary
 
         found = report.build(run, self._factors)
+        memory = found.memory
+        self.why_not_kept = "memory was left alone" if memory is None else memory.why_not_kept
         if keep:
             self._write(found, run)
         if options.json_summary:
             self._say(report.to_json(found).decode().rstrip())
         else:
             self._say(summary.summary(found, run if keep else None))
+
+    def not_kept(self, options: Options) -> None:
+        """Why the exit code is not the script's own. (JSON is one line, and has the peaks.)"""
+        if not options.json_summary:
+            self._say(f"kilter: --strict: {self.why_not_kept}; exit code 1")
 
     def _write(self, found: Report, run: Path) -> None:
         from kilter.app.report import build as report

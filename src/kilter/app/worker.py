@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import msgspec
 
+from kilter.app import strict
 from kilter.app.config import factors_of
 from kilter.app.listener import StderrListener
-from kilter.connect.launch import run_governed
 from kilter.connect.script import Program, find_program
 from kilter.core.errors import KilterError, UsageError
 from kilter.session.options import Options
@@ -54,4 +54,4 @@ if __name__ == "__main__":
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter run: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    run_governed(program, options, listener)
+    strict.run(program, options, listener)

@@ -31,6 +31,8 @@ class Options:
     """One of `WEIGHTS`."""
     recompute: str | None = None
     """One of `RECOMPUTE`; None: `auto` on a GPU, else `operations`."""
+    strict: bool = False
+    """A memory budget that is not kept is a failure of the run."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool | None = None

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from kilter.app import strict
 from kilter.app.config import OPTIONS, factors_of, here, resolve
 from kilter.app.listener import StderrListener
 from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
     add_torchrun_options,
     check_numbers,
-    run_governed,
     run_torchrun,
     run_without_kilter,
 )
@@ -32,8 +32,9 @@ what a simulated one would save.
 """
 
 EPILOG = """\
-Everything after SCRIPT belongs to the script. Its standard output, exit code and signals are its
-own; kilter writes one line at the start and one summary at the end, to stderr, from rank 0.
+Everything after SCRIPT belongs to the script. Its standard output, signals and (but for --strict)
+exit code are its own; kilter writes one line at the start and one summary at the end, to stderr,
+from rank 0.
 
 torchrun's options are accepted before SCRIPT and start its workers; under torchrun or srun, ranks
 come from the environment. Every option is also KILTER_MAX_SLOWDOWN, KILTER_DEVICE, ... in the
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         if options.out is not None:
             make_out(options.out)
         listener = StderrListener(factors_of(options))
-        return functools.partial(run_governed, program, options, listener)
+        return functools.partial(strict.run, program, options, listener)
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":

@@ -87,6 +87,22 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         return record.peak_bytes <= record.budget_bytes
 
     @property
+    def why_not_kept(self) -> str:
+        """Empty if it is known that all ranks have kept their budgets."""
+        peaks = [(one.peak_bytes, one.budget_bytes) for one in self.ranks]
+        if self.moves_nothing:
+            peaks = [(one.peak_before_bytes, one.budget_bytes) for one in self.ranks]
+        elif not self.record.applied:
+            return "no plan was in force"
+        for rank, (peak_bytes, budget_bytes) in zip(self.ranks, peaks, strict=True):
+            if peak_bytes is None or budget_bytes is None:
+                return f"the peak of rank {rank.rank} under its budget was not measured"
+            if peak_bytes > budget_bytes:
+                over = f"{show_bytes(peak_bytes)}, over the budget of {show_bytes(budget_bytes)}"
+                return f"the peak of rank {rank.rank} is {over}"
+        return ""
+
+    @property
     def host_bytes(self) -> int:
         """Of host memory: reserved, or planned where nothing was applied."""
         if self.record.applied or self.plan is None:

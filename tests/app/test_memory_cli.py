@@ -192,7 +192,8 @@ def test_json_on_stderr(run: Callable[..., Done]) -> None:
 
 # --strict
 
-ENDS = SCRIPT.replace("print(loss", "sys.exit(int(sys.argv[2])) if len(sys.argv) > 2 else print(loss")
+ENDS = SCRIPT.replace("print(loss", "sys.exit(int(sys.argv[2])) if sys.argv[2:] else print(loss")
+"""With a second argument, an exit code of its own."""
 
 
 @pytest.mark.parametrize(

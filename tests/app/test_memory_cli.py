@@ -90,8 +90,9 @@ def test_a_share_of_the_peak(
     done = run("50%", ITERATIONS)
     assert done.returncode == 0
     assert done.stdout == plain
-    first, *summary = done.stderr.splitlines()
+    first, meanwhile, *summary = done.stderr.splitlines()
     assert "fitting a stand-in on the CPU [simulated], memory 50 %" in first
+    assert meanwhile.startswith("kilter: memory: the plan for 12.5 MiB is in force: peak 25.0 MiB ")
     assert summary[0].startswith("kilter: memory: peak ")
     assert " -> " in summary[0]
     assert any("50 % of the plain peak" in line for line in summary)
@@ -166,6 +167,12 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can(
     assert done.stdout == plain
     assert "3.0 MiB cannot be met, " in done.stderr
     assert "is the least that is possible; the best plan takes " in done.stderr
+    assert (
+        "kilter: memory: 3.0 MiB cannot be met, the best plan is in force: peak 25.0 "
+        in done.stderr
+    )
+    more = "kilter: to fit: 2.0 MiB more are needed: try kilter.divided(2) or a smaller batch"
+    assert more in done.stderr
     least_bytes, peak_bytes = moved().least_bytes, moved().peak_bytes
     assert least_bytes is not None
     assert peak_bytes is not None
@@ -186,7 +193,7 @@ def test_a_dry_run_moves_nothing_and_says_what_it_would(run: Callable[..., Done]
 
 def test_json_on_stderr(run: Callable[..., Done]) -> None:
     done = run("50%", "14", options=("--json",))
-    _, document = done.stderr.splitlines()
+    *_, document = done.stderr.splitlines()
     assert json.loads(document)["memory"]["planned"] > 0
 
 

@@ -500,6 +500,6 @@ def test_an_older_run_opens_and_its_report_has_the_keys_of_before(tmp_path: Path
         *("recompute_s", "pass_out_bytes", "pass_in_bytes", "hidden", "host_bytes", "swapped"),
         *("recomputed", "kept", "passes", "planned", "deviations", "late", "spilled", "waited_s"),
         *("hastened", "remade", "out_bytes", "in_bytes", "consumed", "state", "plans"),
-        *("in_force", "ranks", "compiled", "recompute_choice", "own_checkpointing"),
+        *("in_force", "ranks", "compiled", "recompute_choice", "own_checkpointing", "at_peak"),
     }
     assert found["refused"][0]["code"] is None

@@ -92,6 +92,8 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     empty: it was not, or has not come so far."""
     own_checkpointing: bool = False
     """The model's own checkpointing is on: what plans call everything kept is kept beside that."""
+    at_peak: str = ""
+    """The saved tensors of the largest pass at its peak, by module, in words; empty: not known."""
     compiled: str = ""
     """What compiled regions were told to save, and what was measured for that; empty: nothing."""
     bound_s: float | None = None

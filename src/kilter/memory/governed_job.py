@@ -14,6 +14,7 @@ from kilter.core.pace import Pace
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory import messages
+from kilter.memory.at_peak import at_peak
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
 from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
+NO_PLAN_AFTER = 40
+"""Passes after which a job without a plan is told why."""
 TELL_EVERY_S = 5.0
 """How old the report of a killed run may be."""
 MOST_BOUND = 3000
@@ -115,6 +118,12 @@ class GovernedJob:
         """The job ran with everything kept, and its peak is known."""
         self._peak_bytes: int | None = None
         """As it was measured when the script ended."""
+        self._said = False
+        """Whether there is a plan, to the user."""
+        self._largest_bytes = 0
+        """Peak with everything kept of the largest pass so far."""
+        self._at_peak = ""
+        """What that held at its peak."""
 
     # Begin and end
 
@@ -225,11 +234,28 @@ class GovernedJob:
                 if plan in new:
                     self._log_plan(record, plan, numbers)
         self._log.refuse_new(report.refused)
+        self._say_in_force(report)
         if report.watched_every > 1:
             self._log.notice(messages.CHANGING_SHAPES)
         if not self._stopped and not self._compiled.searching:
             self._make_room(report)
             self._choose()
+
+    def _say_in_force(self, report: SwapReport) -> None:
+        """Once, as soon as it is known: what became of the budget."""
+        budget_bytes = self._budget.in_force.size_bytes
+        if self._said or self._run.dry_run or budget_bytes is None or not self._stands:
+            return
+        if report.settled:
+            largest = max(report.plans, key=lambda plan: plan.peak_before_bytes)
+            stays = self._cuda is not None and not self._consumed
+            text = messages.in_force(largest, budget_bytes, gradients_stay=stays)
+        elif self._times.planned_s or report.passes < NO_PLAN_AFTER:
+            return
+        else:
+            text = messages.no_plan(report.refused)
+        self._said = True
+        self._log.tell(f"memory: {text}")
 
     def _plain_pass(self) -> PassRecord | None:
         """The largest pass with everything kept, once its peak is known."""
@@ -307,16 +333,30 @@ class GovernedJob:
                 least_bytes=least_bytes,
                 plain_iteration_s=median_s(self._times.plain_s),
                 iteration_s=median_s(self._times.planned_s),
-                consumed=0 if state is None else state.visits,
+                consumed=self._consumed,
                 in_force=self._log.numbers_of(report.plans),
                 state="" if state is None else words(state, weights),
                 compiled=self._compiled.words,
                 recompute_choice="" if self._choice is None else self._choice.words,
+                at_peak=self._held_at_peak(),
                 own_checkpointing=self._choice is not None and self._choice.way is RecomputeWay.OWN,
                 bound_s=bound_s,
                 **counts,
             )
         )
+
+    @property
+    def _consumed(self) -> int:
+        """Buckets of gradients that were used up in backward."""
+        state = None if self._policy is None else self._policy.report
+        return 0 if state is None else state.visits
+
+    def _held_at_peak(self) -> str:
+        """By the largest pass that was ever seen: checkpointing makes it a smaller one."""
+        record = self._swapper.largest_pass()
+        if record is not None and record.peak_bytes > self._largest_bytes:
+            self._largest_bytes, self._at_peak = record.peak_bytes, at_peak(record)
+        return self._at_peak
 
     def _plain_peak_bytes(self) -> int:
         """With everything kept, of all kinds of passes; 0: not known."""

@@ -5,14 +5,54 @@ The engine and the controller say which reason applies and give its values; prog
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from kilter.core.errors import KilterError
+from kilter.core.label import Label
 from kilter.core.reasons import Reason
-from kilter.core.units import show_bytes
+from kilter.core.units import show_bytes, show_count
+
+if TYPE_CHECKING:
+    from kilter.memory.plan.choose import MemoryPlan
 
 
 def of_error(error: KilterError, subject: str = "plan") -> Reason:
     """The text of an error of ours, under its own code."""
     return Reason(error.code, subject, str(error))
+
+
+# What the user is told during the run
+
+
+def in_force(plan: MemoryPlan, budget_bytes: int, *, gradients_stay: bool) -> str:
+    """The plan of the largest pass was carried out. What it takes is by the simulator."""
+    before, after = show_bytes(plan.peak_before_bytes), show_bytes(plan.peak_bytes)
+    budget = show_bytes(budget_bytes)
+    if not (plan.swapped or plan.recomputed or plan.peak_bytes > budget_bytes):
+        return f"nothing has to move for {budget}: peak {before}"
+    moved = f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed"
+    planned = f"peak {before} -> {after}, {moved} in each pass [{Label.SIMULATED.value}]"
+    if plan.peak_bytes <= budget_bytes:
+        return f"the plan for {budget} is in force: {planned}"
+    more = more_needed(plan.peak_bytes - budget_bytes, gradients_stay=gradients_stay)
+    return f"{budget} cannot be met, the best plan is in force: {planned}; {more}"
+
+
+def no_plan(reasons: Sequence[Reason]) -> str:
+    """So many iterations are over that there should be one."""
+    why = reasons[0].text if reasons else "no pass of the job has come again yet"
+    return f"no plan so far: {why}"
+
+
+def more_needed(size_bytes: int, *, gradients_stay: bool) -> str:
+    """What a job can do about a budget that no plan keeps. `gradients_stay`: until the step, on a
+    GPU whose memory they take."""
+    gradients = "--gradients consume, " if gradients_stay else ""
+    return (
+        f"{show_bytes(size_bytes)} more are needed: try {gradients}kilter.divided(2) or a smaller "
+        "batch (kilter size says which one fits)"
+    )
 
 
 # Plans of activations

@@ -33,8 +33,8 @@ what a simulated one would save.
 
 EPILOG = """\
 Everything after SCRIPT belongs to the script. Its standard output, signals and (but for --strict)
-exit code are its own; kilter writes one line at the start and one summary at the end, to stderr,
-from rank 0.
+exit code are its own; kilter writes a line at the start, a summary at the end, and in between what
+you would not want to wait for, to stderr, from rank 0.
 
 torchrun's options are accepted before SCRIPT and start its workers; under torchrun or srun, ranks
 come from the environment. Every option is also KILTER_MAX_SLOWDOWN, KILTER_DEVICE, ... in the

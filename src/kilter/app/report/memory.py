@@ -22,6 +22,7 @@ from kilter.core.memory_record import MemoryRecord
 from kilter.core.plan import MemoryBudget, MoveData, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, show_bytes, show_count, show_fraction, show_time
+from kilter.memory.messages import more_needed
 from kilter.memory.plan.problem import Link, Problem, problem_of
 from kilter.memory.plan.simulate import Move, Schedule, Span, simulate
 
@@ -310,6 +311,13 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
     if memory.moved and not record.plain_peak_seen and record.plain_peak_bytes is not None:
         text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
+    if record.at_peak:
+        lines.append(("at the peak", record.at_peak))
+    if memory.feasible is False and record.least_bytes and record.budget_bytes:
+        over_bytes = record.least_bytes - record.budget_bytes
+        if over_bytes > 0:
+            stay = record.backend == "cuda" and not record.consumed
+            lines.append(("to fit", more_needed(over_bytes, gradients_stay=stay)))
     if record.recompute_choice:
         lines.append(("recompute", record.recompute_choice))
     if record.compiled:

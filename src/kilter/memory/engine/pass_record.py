@@ -60,6 +60,8 @@ class SavedTensor:
     """How often it had been written to when it was saved."""
     recompute_s: float | None = None
     """Measured time of the recipe, once its result was found bitwise equal."""
+    module: str = ""
+    """The path of the module in whose call it was saved, as `ModulePaths` has it."""
 
 
 @dataclass(slots=True, kw_only=True)

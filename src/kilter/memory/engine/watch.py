@@ -14,6 +14,7 @@ from kilter.memory import messages
 from kilter.memory.engine.aliases import StorageReference, bytes_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.ready import Ready
@@ -161,6 +162,7 @@ class Watch:
         self._store = store
         self._reader = Reader(store)
         self._recorder = PassRecorder()
+        self._paths = ModulePaths()
         self.trial = trial
         self.after_step = after_step
         self.expected_bytes = expected_bytes
@@ -237,8 +239,10 @@ class Watch:
         self._store.segment_peak_bytes = self._store.held_bytes
 
     def save(self, saved: Saved, tensor: torch.Tensor) -> None:
+        module = self._paths.present()
         datum = SavedTensor(
-            name=f"{saved.number}: {described(tensor)}",
+            name=f"{saved.number}: {described(tensor)}" + (f" in {module}" if module else ""),
+            module=module,
             size_bytes=saved.size_bytes,
             packed_at=self._recorder.event,
             version=saved.version,

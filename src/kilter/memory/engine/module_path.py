@@ -1,0 +1,42 @@
+"""Where in the program's model a tensor is saved, as the calls of modules that are running show it.
+Read while a pass is watched; nothing is installed for it."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from types import FrameType
+
+from torch.nn import Module
+
+_CALL = Module._call_impl.__code__
+
+
+class ModulePaths:
+    """Paths within one pass. Names that were looked for once are kept."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, int], str] = {}
+
+    def present(self) -> str:
+        """Of the innermost module whose call is running in this thread, from the outermost one on:
+        `layers.3.mlp`. The outermost one itself has the name of its class; empty outside of calls.
+        """
+        calls: list[Module] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                calls.append(frame.f_locals["self"])
+            frame = frame.f_back
+        calls.reverse()
+        names = [self._name(outer, inner) for outer, inner in pairwise(calls)]
+        return ".".join(names) if names else "".join(type(one).__name__ for one in calls)
+
+    def _name(self, outer: Module, inner: Module) -> str:
+        key = id(outer), id(inner)
+        if key not in self._names:
+            found = (
+                name for name, module in Module.named_modules(outer) if module is inner and name
+            )
+            self._names[key] = next(found, type(inner).__name__)
+        return self._names[key]

@@ -73,10 +73,7 @@ def measure(model_name: str) -> dict:
         hook_s = (session.iterations.cost_s - hook_s) / (session.iterations.index - iteration_ends)
         pause.on = False
         window = session._live._run.trace._window
-        costs, state = (
-            dict(window.costs_s),
-            window.state,
-        )
+        costs, state = dict(window.costs_s), window.state.value
     plain = statistics.median(before)
     logs = [math.log(r) for r in ratios]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))

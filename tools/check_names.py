@@ -19,10 +19,11 @@ SAME_EVERYWHERE = {"HELP", "EPILOG", "T", "Array"}
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Name and meaning of each public class and constant: a class means itself, so no two agree."""
-    for node in tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield node.name, f"class at line {node.lineno}"
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, ast.unparse(node.value)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
             yield node.target.id, ast.unparse(node.value)

@@ -76,7 +76,8 @@ def observed(number, patient):
     sys.settrace(None)
     window.close()
     window.trace()
-    wrong = [] if window.state in ("done", "failed") else [f"the window is {window.state}"]
+    state = window.state.value
+    wrong = [] if state in ("done", "failed") else [f"the window is {state}"]
     if torch.autograd._profiler_enabled() or switched._is_profiler_enabled:
         wrong.append("the profiler is on")
     with torch.profiler.profile() as own:

@@ -45,7 +45,7 @@ def observe(program: str) -> dict[str, object]:
         "iterations": len(iterations),
         "skipped": [i.index for i in iterations if i.skipped],
         "timelines": sorted({i.timeline for i in iterations}),
-        "window": window.state,
+        "window": window.state.value,
         "window_why_not": window.why_not,
         "averaged": trace.iterations if trace else None,
         "operations": [

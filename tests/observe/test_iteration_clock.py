@@ -315,7 +315,7 @@ torch.cuda.is_available = lambda: 1 / 0  # would call the driver
 forked = False
 for i in range(20):
     {STEP.strip()}
-    if WINDOW.state == "open" and not forked:
+    if WINDOW.state.value == "open" and not forked:
         forked = True
         pid = os.fork()
         if pid == 0:

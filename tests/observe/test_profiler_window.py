@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 
 from kilter.core.trace import Kind  # noqa: E402
 from kilter.observe.iteration_clock import IterationClock  # noqa: E402
-from kilter.observe.profiler_window import Window  # noqa: E402
+from kilter.observe.profiler_window import Window, WindowState  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_an_error_in_a_forward_pass_is_the_program_s_and_leaves_nothing_open():
     marks.start()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
-        if window.state == "open":
+        if window.state == WindowState.OPEN:
             with pytest.raises(RuntimeError, match="size"):
                 model(torch.randn(4, 5, 16, 16))
         nn.functional.cross_entropy(model(x), y).backward()
@@ -204,14 +204,14 @@ def test_a_patient_window_writes_nothing_before_the_program_is_over():
     marks.start()
     model, x, y = fresh(Convnet)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    while window.state != "held":
+    while window.state != WindowState.HELD:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert window.trace() is None
     marks.stop()
     window.close()
     assert flops(window.trace(), "head", Kind.FORWARD) == 2 * 4 * 8 * 10
-    assert window.state == "done"
+    assert window.state == WindowState.DONE
     assert not window._file.exists()
 
 
@@ -237,7 +237,7 @@ def test_nobody_else_may_enter_where_the_profiler_writes(tmp_path, monkeypatch):
     marks.start()
     model, x, y = fresh(Convnet)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    while window.state != "held":
+    while window.state != WindowState.HELD:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
     marks.stop()

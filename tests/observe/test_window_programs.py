@@ -298,7 +298,7 @@ def other():
 job = Job(0, None, 4, None)
 train(job)
 if "WINDOW" in globals():
-    assert WINDOW.state == "open"
+    assert WINDOW.state.value == "open"
     sys.modules["kilter.observe.profiler_window"]._WAIT_S = 0.5
 thread = threading.Thread(target=other)
 thread.start()

@@ -107,12 +107,12 @@ class _Gathering(Generic[N]):
 
     def __init__(
         self,
-        look: Callable[[int], N | None],
+        note_of: Callable[[int], N | None],
         own: N,
         waits_for: list[int],
         post: Callable[[N], None],
     ) -> None:
-        self._look = look
+        self._note_of = note_of
         self._sum = own
         self.missing = waits_for
         self._post: Callable[[N], None] | None = post
@@ -120,7 +120,7 @@ class _Gathering(Generic[N]):
     def sum(self, *, late: bool) -> N | None:
         """Of all, once they are there, or of those that are when it is too `late` for the rest."""
         while self.missing:
-            note = self._look(self.missing[0])
+            note = self._note_of(self.missing[0])
             if note is None and not late:
                 return None
             if note is None:

@@ -111,6 +111,8 @@ class Conductor:
         self.rehearsed = False
         """The script is over, and a rehearsal goes on."""
         self.refused = refused
+        self._names_a_rank = False
+        """`refused` says which rank it is about, and needs no name of this one."""
         self._leader: SearchLeader | None = None
         if orders is not None:
             self._leader = SearchLeader(
@@ -213,6 +215,7 @@ class Conductor:
     def _give_up(self, why: str) -> None:
         """Back to the default, and set nothing any more."""
         self._set(functools.partial(self._actuator.apply, Setting()))
+        self._names_a_rank = self._names_a_rank or self.refused is None
         self.refuse(why)
 
     def _take_order(self) -> bool:
@@ -322,7 +325,7 @@ class Conductor:
 
     def _refused_by(self) -> str | None:
         """Why this rank sets nothing, with its name where there are several."""
-        if self.refused is None or self._world_size == 1 or self.refused.startswith("rank "):
+        if self.refused is None or self._world_size == 1 or self._names_a_rank:
             return self.refused
         return f"rank {self._rank}: {self.refused}"
 

@@ -21,7 +21,7 @@ from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.messages import MessagesGone, RankMessages
-from kilter.core.plan import Goal
+from kilter.core.plan import ClocksMode, Goal
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
@@ -40,18 +40,17 @@ FALLBACK_SENSOR_PERIOD_S = 0.1
 SEED = 0
 
 
-def mode_of(goal: Goal, info: DeviceInfo, *, dry_run: bool) -> tuple[str, str]:
-    """What is done about clocks, and why: `govern`, `shadow` (the whole loop without setting) or
-    `observe`."""
+def mode_of(goal: Goal, info: DeviceInfo, *, dry_run: bool) -> tuple[ClocksMode, str]:
+    """What is done about clocks, and why."""
     if goal.max_slowdown is None:
-        return "observe", "no clocks were asked for"
+        return ClocksMode.OBSERVE, "no clocks were asked for"
     if info.backend == "null":
-        return "observe", info.refusal or "there is no GPU"
+        return ClocksMode.OBSERVE, info.refusal or "there is no GPU"
     if dry_run:
-        return "shadow", "--dry-run"
+        return ClocksMode.SHADOW, "--dry-run"
     if not info.can_set:
-        return "shadow", info.refusal or "this device cannot be set"
-    return "govern", f"at most {goal.max_slowdown:.1%} slower"
+        return ClocksMode.SHADOW, info.refusal or "this device cannot be set"
+    return ClocksMode.GOVERN, f"at most {goal.max_slowdown:.1%} slower"
 
 
 class ClocksController:
@@ -76,9 +75,9 @@ class ClocksController:
         self._predicted: Rehearsal | None = None
 
     def begin(self) -> None:
-        if self._mode == "shadow" and not self._run.dry_run:
+        if self._mode == ClocksMode.SHADOW and not self._run.dry_run:
             self._run.log.refuse("setting clocks", self._why, CLOCKS_REFUSED)
-        if self._simulates or self._mode == "shadow" or self._history.predicts:
+        if self._simulates or self._mode == ClocksMode.SHADOW or self._history.predicts:
             self._want_trace()
 
     def iteration_ended(self, index: int) -> None:
@@ -106,14 +105,14 @@ class ClocksController:
         if self._run.fence.down:
             return
         self._rehearse_along(finished)
-        shadows = self._mode == "shadow" and self._run.lease.held is None
+        shadows = self._mode == ClocksMode.SHADOW and self._run.lease.held is None
         if not outcome.finished and (self._simulates or shadows):
             self._run.log.refuse("rehearsing", f"the script ended early ({outcome})")
         elif self._simulates:
             self._finish_rehearsal()
         elif shadows:
             self._predict()
-        elif self._mode == "govern" and self._conductor is None:
+        elif self._mode == ClocksMode.GOVERN and self._conductor is None:
             self._run.log.refuse("governing", self._why_not_begun())
         watch = None if self._actuator is None else self._actuator.watch
         if watch is not None and watch.returns_s:
@@ -131,7 +130,7 @@ class ClocksController:
         refused = why_not_this_gpu(self._run.info, self._run.iterations.gpu_uuid)
         if refused is not None:
             self._only_watch("watching the program's GPU", refused)
-        elif self._mode == "govern":
+        elif self._mode == ClocksMode.GOVERN:
             refused = self._take_lease(actuator)
         else:
             refused = self._why
@@ -195,7 +194,7 @@ class ClocksController:
 
     def _conduct(self, conductor: Conductor, finished: Sequence[Iteration]) -> None:
         try:
-            if self._mode == "govern":
+            if self._mode == ClocksMode.GOVERN:
                 self._look_for_pauses(conductor)
             for iteration in finished:
                 conductor.iteration(iteration)
@@ -205,8 +204,10 @@ class ClocksController:
             self._run.log.refuse("going on with the other ranks", str(error))
             self._run.restore()
             return
-        if self._mode == "govern" and conductor.refused is not None:  # the conductor has said why
-            self._mode = "shadow"
+        if (
+            self._mode == ClocksMode.GOVERN and conductor.refused is not None
+        ):  # the conductor has said why
+            self._mode = ClocksMode.SHADOW
             self._run.restore()
 
     def _look_for_pauses(self, conductor: Conductor) -> None:
@@ -222,7 +223,7 @@ class ClocksController:
 
     def _only_watch(self, subject: str, reason: str, code: str | None = None) -> None:
         """Set nothing from now on; what would have been set is predicted from a trace."""
-        self._mode = "shadow"
+        self._mode = ClocksMode.SHADOW
         self._run.log.refuse(subject, reason, code)
         self._want_trace()
 
@@ -230,7 +231,7 @@ class ClocksController:
 
     @property
     def _simulates(self) -> bool:
-        return self._run.info.backend == "sim" and self._mode != "observe"
+        return self._run.info.backend == "sim" and self._mode != ClocksMode.OBSERVE
 
     def _want_trace(self) -> None:
         if self._run.ranks.rank == 0:  # rank 0 rehearses and predicts for all

@@ -145,7 +145,7 @@ class InsideController(ABC):
         self._run.tell_risks()
         return True
 
-    def _look(self) -> None:
+    def _notice_ended_conductor(self) -> None:
         """A conductor that has ended on its own sets nothing any more."""
         ended = None if self._conducting is None else self._conducting.look()
         if ended is not None and self._search is not None:

@@ -57,7 +57,7 @@ class OperationsController(InsideController):
     def _go_on(self, finished: Sequence[Iteration]) -> None:
         if self._another_gave_up():
             return
-        self._look()
+        self._notice_ended_conductor()
         trace = self._run.trace.trace
         if self._keys.failed is not None:
             self._give_up("marking iterations for the conductor", self._keys.failed)

@@ -142,7 +142,7 @@ class Observer:
             look_s = seen_s * LOOK_FACTOR
             # the beginning of a job (reading data, compiling) is no part of its rhythm
             for part_s in (min(seen_s, MOST_OBSERVED_S), seen_s / 4):
-                found = self._look(job.now_s - part_s)
+                found = self._find_rhythm(job.now_s - part_s)
                 if isinstance(found, Rhythm):
                     self.verdict = None
                     return found
@@ -153,7 +153,7 @@ class Observer:
                 return None
         return None
 
-    def _look(self, since_s: float) -> Rhythm | float | None:
+    def _find_rhythm(self, since_s: float) -> Rhythm | float | None:
         """The rhythm; or for how many seconds more to observe; or None without a period."""
         job = self._job
         if job.now_s - since_s < FIRST_LOOK_S / 2:

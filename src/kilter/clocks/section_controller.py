@@ -83,7 +83,7 @@ class SectionsController(InsideController):
             self._plan = self._begin_planning()
         if self._plan is None or (not self._asked and self._another_gave_up()):
             return
-        self._look()
+        self._notice_ended_conductor()
         if self._keys.failed is not None:
             self._give_up("marking iterations for the conductor", self._keys.failed)
             return

@@ -15,7 +15,7 @@ from kilter.core.codec import opened
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord, PlanFigures
-from kilter.core.plan import Goal
+from kilter.core.plan import ClocksMode, Goal
 from kilter.core.section_record import SectionsFound
 from kilter.core.setting import Activity, DeviceInfo, Sample, Setting
 
@@ -40,8 +40,7 @@ class Started(Event, frozen=True, kw_only=True):
     device: DeviceInfo
     goal: Goal
     found: Setting
-    mode: str
-    """`govern`, `shadow` (the whole loop without setting), or `observe`."""
+    mode: ClocksMode
     mode_reason: str
     host: str | None = None
     """Name of the machine."""

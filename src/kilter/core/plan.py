@@ -27,6 +27,15 @@ class Objective(enum.Enum):
         return {Objective.ENERGY: 0, Objective.EDP: 1, Objective.ED2P: 2}[self]
 
 
+class ClocksMode(enum.StrEnum):
+    """What is done about clocks in a run."""
+
+    GOVERN = "govern"
+    SHADOW = "shadow"
+    """The whole loop without setting."""
+    OBSERVE = "observe"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
     """How much device memory the job may take: a size, a share of what it takes without us, or

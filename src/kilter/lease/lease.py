@@ -138,7 +138,7 @@ class Lease:
             if self._place and stale:
                 self.recovered = recover(self._place, stale, self._device)
             self._baseline = of_gpu(self._uuid, os.environ) if self._place else None
-            self._found = self._setting = self._look()
+            self._found = self._setting = self._settings_now()
             taken = True
         finally:
             if not taken:
@@ -270,14 +270,14 @@ class Lease:
                 "files perhaps, so that another job could take this GPU; nothing is set any more"
             )
 
-    def _look(self) -> Setting:
+    def _settings_now(self) -> Setting:
         """What the device stands at, as far as vendor and baseline tell."""
         return compared(self._uuid, self._device.settings(), self._baseline)
 
     def _look_before(self) -> None:
         """Until our first set, what is found may still change; after it, nobody else should."""
         if self._journal is None:
-            self._found = self._setting = self._look()
+            self._found = self._setting = self._settings_now()
             return
         now = self._device.settings()
         if changed_by_others(self._journal, now, Sample(t_s=0.0)):
@@ -290,7 +290,7 @@ class Lease:
         if first and self._place is not None and setting.sm_clock_hz is not None:
             refuse_unknown_lock(self._device, self._uuid, self._baseline)
         journal, number = self._announce(over(self._found, setting), hold_s)
-        now = self._look() if first else self._found  # a watcher takes its time to start
+        now = self._settings_now() if first else self._found  # a watcher takes its time to start
         if first and now != self._found:
             self._found = self._setting = now
             target = over(now, setting)

@@ -190,7 +190,7 @@ class GovernedJob:
         if self._run.dry_run:
             self._plan_only()
         else:
-            self._look()
+            self._decide_after_iteration()
         self._tell(*self._bounds())
 
     # While the program runs
@@ -215,11 +215,11 @@ class GovernedJob:
         """An iteration of the program ends here, in its thread, perhaps under modes of its own."""
         from kilter.memory.engine.quiet import unseen
 
-        unseen(self._look)
+        unseen(self._decide_after_iteration)
         if self._pace.due(self._run.log.now_s()):
             unseen(self._tell)
 
-    def _look(self) -> None:
+    def _decide_after_iteration(self) -> None:
         """Record what is new at this iteration end; decide what follows from that."""
         if not self._stopped:
             self._budget.iteration_ended()

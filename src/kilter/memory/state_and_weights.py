@@ -60,7 +60,8 @@ state leaves as it is made."""
 
 class StateAndWeightPolicy:
     """Decides for one job. Created with the swapper; `iteration_ended` is called after each
-    iteration."""
+    iteration. It has many attributes because what it decides next depends on all that was decided
+    since the first step."""
 
     def __init__(
         self,

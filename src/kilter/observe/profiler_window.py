@@ -15,6 +15,7 @@ thread: a patient window leaves that until the program is over.
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import sys
 import tempfile
@@ -37,8 +38,6 @@ from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
 
 WindowSeen = TypeVar("WindowSeen")
 
-_OVER = ("held", "saving", "saved", "done", "failed")
-_STEPS = ("preparing", "opening", "shutting")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
 _ANOTHER_THREAD = (
     "an iteration ended in another thread than the one that imported torch, which is the only one "
@@ -53,6 +52,30 @@ _WAIT_S = 10.0
 _INTERRUPTED = "an exception of the program came while the profiler was switched"
 _NOT_SAVED = "what the profiler had seen was not written to its file"
 _TOO_SHORT = "the program ended before its iterations could be observed"
+
+
+class WindowState(enum.Enum):
+    """In the order in which a window goes through them; it may fail from each of them."""
+
+    WAITING = "waiting"
+    PREPARING = "preparing"
+    READY = "ready"
+    OPENING = "opening"
+    OPEN = "open"
+    SHUTTING = "shutting"
+    HELD = "held"
+    """A patient window's: the program is not over, and nothing is written before it is."""
+    SAVING = "saving"
+    SAVED = "saved"
+    DONE = "done"
+    """`trace` has read the file."""
+    FAILED = "failed"
+    """There is no trace; `why_not` says why."""
+
+
+_SAVED_OR_LOST = (WindowState.SAVED, WindowState.DONE, WindowState.FAILED)
+_OVER = (WindowState.HELD, WindowState.SAVING, *_SAVED_OR_LOST)
+_STEPS = (WindowState.PREPARING, WindowState.OPENING, WindowState.SHUTTING)
 
 
 class Window:
@@ -75,9 +98,7 @@ class Window:
     `run` calls a function behind the fence, also after an error of ours: a profiler that is on has
     to be switched off all the same.
 
-    `state` goes from `waiting` through `preparing`, `ready`, `opening`, `open`, `shutting`, `held`
-    (patient) and `saving` to `saved`, and when `trace` has read the file to `done`; or to `failed`,
-    with `why_not`. `costs_s` says what each step took.
+    `costs_s` says what each step took.
 
     An exception of the program, which a signal handler raises, may interrupt any step. Then the
     next iteration end takes the profiler out, and there is no trace. It has many attributes because
@@ -102,7 +123,7 @@ class Window:
         self._iterations = iterations
         self._patient = patient
         self._plain = plain
-        self.state = "waiting"
+        self.state = WindowState.WAITING
         self.why_not: str | None = None
         """Why it ends, or has ended, without a trace."""
         self.costs_s: dict[str, float] = {}
@@ -134,7 +155,7 @@ class Window:
         if self.state in _OVER:
             return
         if in_backward():
-            if self.state != "waiting" or index >= self._after - 1:
+            if self.state != WindowState.WAITING or index >= self._after - 1:
                 self._outside.call(partial(self._iteration_ended, index))
         elif not self._outside.here:
             self._abandon(_ANOTHER_THREAD)
@@ -143,18 +164,18 @@ class Window:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """The program is over: end it wherever it is. Whole iterations seen are not lost."""
-        if self.state == "open" and self._outside.now:
+        if self.state == WindowState.OPEN and self._outside.now:
             self._outside.finish()
-        seen = self.state == "open" and self._marks.index > self.opened_at
+        seen = self.state == WindowState.OPEN and self._marks.index > self.opened_at
         if seen and self.why_not is None and self._outside.now:
             self._shut()
         if self._worker is not None:
             self._worker.join(timeout_s)
-        if self.state == "held":
+        if self.state == WindowState.HELD:
             self._save()
         nobody_saves = self._worker is None or not self._worker.is_alive()
-        if nobody_saves and self.state == "saving":
-            self.state, self.why_not = "failed", _NOT_SAVED
+        if nobody_saves and self.state == WindowState.SAVING:
+            self.state, self.why_not = WindowState.FAILED, _NOT_SAVED
             self._unguard()
         if self.state not in _OVER:
             late = self._outside.waiting and self._marks.index > self._after
@@ -162,8 +183,8 @@ class Window:
 
     def abandon(self, why: str) -> None:
         """Do without a trace, also where iterations have been recorded already."""
-        if self.state == "held":
-            self.state, self.why_not, self._profile = "failed", why, None
+        if self.state == WindowState.HELD:
+            self.state, self.why_not, self._profile = WindowState.FAILED, why, None
             self._unguard()
         self._abandon(why)
 
@@ -179,14 +200,14 @@ class Window:
     def take(self, read: Callable[[Path], WindowSeen]) -> WindowSeen | None:
         """What `read` makes of the profiler's file, once; None before it is saved, or if failed.
         Not for the program's thread."""
-        if self.state != "saved" or self._file is None:
+        if self.state != WindowState.SAVED or self._file is None:
             return None
         try:
             seen = read(self._file)
-            self.state = "done"
+            self.state = WindowState.DONE
             return seen
         except FileError as error:
-            self.state, self.why_not = "failed", str(error)
+            self.state, self.why_not = WindowState.FAILED, str(error)
             return None
         finally:
             assert self._directory is not None
@@ -195,23 +216,23 @@ class Window:
     @property
     def over(self) -> bool:
         """The profiler is done with, and what it saw is in its file, or lost."""
-        return self.state in ("saved", "done", "failed")
+        return self.state in _SAVED_OR_LOST
 
     @property
     def busy(self) -> bool:
         """The profiler is prepared or on: only the program's thread can take it out."""
-        return self.state in ("ready", "open", *_STEPS)
+        return self.state in (WindowState.READY, WindowState.OPEN, *_STEPS)
 
     def _iteration_ended(self, index: int) -> None:
         """In the thread that imported torch, outside backward."""
         if self.why_not is not None or self.state in _STEPS:
             self._abandon(self.why_not or _INTERRUPTED)
-        elif self.state == "waiting" and index >= self._after - 1:
+        elif self.state == WindowState.WAITING and index >= self._after - 1:
             self.start()
             self._prepare()
-        elif self.state == "ready":
+        elif self.state == WindowState.READY:
             self._open(index)
-        elif self.state == "open":
+        elif self.state == WindowState.OPEN:
             self._annotate_end(index)
             if index >= self.opened_at + (self._iterations or 1):
                 self._shut()
@@ -225,7 +246,7 @@ class Window:
         while self.busy and not self._outside.here and time.monotonic() < end_s:
             time.sleep(0.001)
         if self.busy and not self._outside.here:
-            self.state = "failed"
+            self.state = WindowState.FAILED
             self._outside.cancel()
 
     def _abandon(self, why: str) -> None:
@@ -238,7 +259,7 @@ class Window:
                 return
             self.why_not = self.why_not or why
             if not self.busy:
-                self.state = "failed"
+                self.state = WindowState.FAILED
         if self.busy and not self._outside.now:
             self._outside.call(partial(self._abandon, why))
             return
@@ -246,7 +267,7 @@ class Window:
         if self.busy:
             self._annotations.remove()
             self._take_out()
-            self.state = "failed"
+            self.state = WindowState.FAILED
             self._profile = None
         self._unguard()
 
@@ -259,14 +280,17 @@ class Window:
             return
         assert self._guard is not None
         with _quiet_kineto():
-            if self.state == "preparing" and self._profile.use_device is not None:
+            if self.state == WindowState.PREPARING and self._profile.use_device is not None:
                 with self._guard.ours():
                     self._profile._prepare_trace()
-                self.state = "ready"
-            if self.state in ("ready", "opening") and not torch_internals.profiler_enabled():
-                self.state = "opening"
+                self.state = WindowState.READY
+            if (
+                self.state in (WindowState.READY, WindowState.OPENING)
+                and not torch_internals.profiler_enabled()
+            ):
+                self.state = WindowState.OPENING
                 self._profile._start_trace()
-            self.state = "shutting"
+            self.state = WindowState.SHUTTING
             if torch_internals.profiler_enabled():
                 self._profile.__exit__(None, None, None)
         vars(sys.modules["torch.autograd.profiler"])["_is_profiler_enabled"] = False
@@ -278,11 +302,11 @@ class Window:
     def _forked(self) -> None:
         """In a child that the program forked inside the window, the profiler would go on for ever:
         nobody is there to end it."""
-        if self.state == "open":
+        if self.state == WindowState.OPEN:
             torch_internals.enable_record_function(False)
         if "prepare" in self.costs_s:
             _leave_kineto_behind()
-        self.state = "failed"
+        self.state = WindowState.FAILED
         self._annotations.forget()
 
     def _prepare(self) -> None:
@@ -296,9 +320,9 @@ class Window:
         from torch.autograd.profiler import profile
 
         with self._lock:
-            if self.state != "waiting":
+            if self.state != WindowState.WAITING:
                 return
-            self.state = "preparing"
+            self.state = WindowState.PREPARING
         cuda = torch.cuda.is_initialized()
         self._iterations = self._iterations or (1 if cuda else 2)
         # Without use_kineto there would be no kernels in the trace, and no word about it.
@@ -308,17 +332,17 @@ class Window:
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
             self._profile._prepare_trace()
-        self.state = "ready"
+        self.state = WindowState.READY
 
     def _open(self, index: int) -> None:
-        self.state = "opening"
+        self.state = WindowState.OPENING
         with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
             self._annotations.install(
                 modules=not (self._plain or torch_internals.anything_compiled()),
                 inside=self._outside.module,
             )
-        self.state = "open"
+        self.state = WindowState.OPEN
         self.opened_at = index
         self._annotate_end(index)
 
@@ -327,15 +351,15 @@ class Window:
         self.ends_s[index] = time.monotonic()
 
     def _shut(self) -> None:
-        self.state = "shutting"
+        self.state = WindowState.SHUTTING
         with self._timed("shut"), _cupti_goes(), _quiet_kineto():
             self._annotations.remove()
             self._profile.__exit__(None, None, None)
         self._outside.cancel()
         if self._patient:
-            self.state = "held"
+            self.state = WindowState.HELD
         else:
-            self.state = "saving"
+            self.state = WindowState.SAVING
             worker = threading.Thread(
                 target=self._fence(self._save), name="kilter-window", daemon=True
             )
@@ -343,7 +367,7 @@ class Window:
             self._worker = worker
 
     def _save(self) -> None:
-        self.state = "saving"
+        self.state = WindowState.SAVING
         # The profiler opens files by name and for everybody, beside this one, too: nobody else
         # may enter the directory.
         self._directory = tempfile.TemporaryDirectory(prefix="kilter-", ignore_cleanup_errors=True)
@@ -351,7 +375,7 @@ class Window:
         with self._timed("save"):
             self._profile.export_chrome_trace(str(path))
         self._file = path
-        self.state = "saved"
+        self.state = WindowState.SAVED
         self._profile = None
         self._unguard()
 

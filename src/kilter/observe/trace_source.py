@@ -11,7 +11,7 @@ from kilter.core.script_end import ScriptEnd
 from kilter.core.trace import IterationTrace
 from kilter.observe.end_times import Iteration
 from kilter.observe.iteration_clock import IterationClock
-from kilter.observe.profiler_window import Window
+from kilter.observe.profiler_window import Window, WindowState
 from kilter.observe.run_files import RunFiles
 
 OPENS_AT = 10
@@ -95,7 +95,7 @@ class TraceSource:
     @property
     def reading(self) -> bool:
         """The trace is recorded and `look` has not read it yet."""
-        return self._due and self._window is not None and self._window.state == "saved"
+        return self._due and self._window is not None and self._window.state == WindowState.SAVED
 
     def disturbs(self, iteration: Iteration) -> bool:
         """Whether the profiler was switched on, off or open in this iteration."""

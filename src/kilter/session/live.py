@@ -94,7 +94,7 @@ class LiveRun:
             doing = "still reads the trace" if run.trace.reading else "waits for a driver"
             run.log.refuse("the last iterations", f"our own thread does not end: it {doing}")
         elif not run.fence.down:
-            finished = [each for found in run.fence.ask(self._look) for each in found]
+            finished = [each for found in run.fence.ask(self._collect) for each in found]
         for controller in self._controllers:
             run.fence.run(controller.end, finished, outcome)
         if self._trace_asked_for and run.trace.trace is None and run.ranks.rank == 0:
@@ -162,7 +162,7 @@ class LiveRun:
                 self._tick()
 
     def _tick(self) -> None:
-        finished = self._look()
+        finished = self._collect()
         notice = self._unseen.look(self._run.log.now_s())
         if notice is not None:
             self._run.log.notice(notice)
@@ -171,7 +171,7 @@ class LiveRun:
             controller.tick(finished, settled=settled)
             settled = settled and controller.settled
 
-    def _look(self) -> list[Iteration]:
+    def _collect(self) -> list[Iteration]:
         """Take what has come in: iterations, the trace, a reading of the sensors. Raises
         `FileError` once nothing can be recorded any more: nothing is done without a record."""
         run = self._run

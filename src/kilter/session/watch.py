@@ -25,6 +25,7 @@ from kilter.clocks.plan.pauses import pause_plan
 from kilter.clocks.plan.rhythm import Rhythm, would_try
 from kilter.core.errors import DeviceError, FileError, NoDevice
 from kilter.core.events import Decided, Started, Stopped, sampled
+from kilter.core.plan import ClocksMode
 from kilter.core.ranks import Ranks
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import DeviceInfo, Setting
@@ -88,7 +89,7 @@ def watch(source: WatchedJob, options: Options, listener: RunListener) -> WatchE
     mode, why = mode_of(options.goal, info, dry_run=options.dry_run)
     lease = RunLease(source.device)
     try:
-        if mode == "govern":
+        if mode == ClocksMode.GOVERN:
             lease.take()
         directory, elsewhere = run_directory(options.out, Ranks())
         recorder = Recorder(directory / events_name(Ranks()))
@@ -98,7 +99,7 @@ def watch(source: WatchedJob, options: Options, listener: RunListener) -> WatchE
         listener.started(started)
         if elsewhere is not None:
             log.notice(f"{elsewhere}: the files of this watch are in {directory}")
-        if mode == "shadow" and not options.dry_run:
+        if mode == ClocksMode.SHADOW and not options.dry_run:
             log.refuse("setting clocks", why, CLOCKS_REFUSED)
         files = RunFiles(directory, command=options.command, writes=True)
         end = _Watch(source, options, lease, log, files).run()
@@ -109,7 +110,9 @@ def watch(source: WatchedJob, options: Options, listener: RunListener) -> WatchE
     return end
 
 
-def _started(options: Options, info: DeviceInfo, found: Setting, mode: str, why: str) -> Started:
+def _started(
+    options: Options, info: DeviceInfo, found: Setting, mode: ClocksMode, why: str
+) -> Started:
     return Started(
         t_s=0.0,
         kilter=kilter.__version__,

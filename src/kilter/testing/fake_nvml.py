@@ -141,7 +141,9 @@ def _binding(act: Callable[..., T]) -> Callable[..., T]:
 
 
 class FakeNvml:
-    """Looks like the module `pynvml`. One instance per process; the cards are in the file."""
+    """Looks like the module `pynvml`. One instance per process; the cards are in the file. It has
+    many attributes because callers find the module's constants there.
+    """
 
     NVMLError = NVMLError
     NVML_SUCCESS = 0

@@ -171,7 +171,7 @@ def examine(spec: str, environ: Mapping[str, str]) -> Examination:
             mine = visible(seen.gpus, environ)
             if not mine:
                 checks.append(_check("gpus", Status.WARNING, "no GPU is visible to this process"))
-            look = partial(_look, mine=mine)
+            look = partial(_gpu_report, mine=mine)
             with ThreadPoolExecutor(max_workers=max(1, len(mine))) as pool:
                 looks = list(pool.map(look, seen.gpus))
             gpus = tuple(report for report, _ in looks)
@@ -206,7 +206,7 @@ def show(found: Examination) -> str:
     return "\n".join([*lines, f"{found.status}"])
 
 
-def _look(gpu: Gpu, mine: Sequence[Gpu]) -> tuple[GpuReport, list[Check]]:
+def _gpu_report(gpu: Gpu, mine: Sequence[Gpu]) -> tuple[GpuReport, list[Check]]:
     """One GPU of the machine; opened only if it is ours."""
     name = f"gpu {gpu.index}"
     known = GpuReport(index=gpu.index, uuid=gpu.uuid or None, name=gpu.name, visible=gpu in mine)

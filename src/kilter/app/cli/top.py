@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     growing = GrowingRun(find_run(arguments.run))
-    found = _look(growing)
+    found = _read_now(growing)
     if arguments.json:
         # What is not a finite number becomes null.
         sys.stdout.buffer.write(msgspec.json.encode(as_json(found)) + b"\n")
@@ -51,17 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.once and sys.stdout.isatty() and found.state != "ended":
         show_live(lambda: _next_screen(growing), otherwise="kilter top --once")
-        found = _look(growing)
+        found = _read_now(growing)
     print(screen(found))
     return 0
 
 
 def _next_screen(growing: GrowingRun) -> str | None:
-    found = _look(growing)
+    found = _read_now(growing)
     return None if found.state == "ended" else screen(found)
 
 
-def _look(growing: GrowingRun) -> Now:
+def _read_now(growing: GrowingRun) -> Now:
     growing.read()
     ranks = growing.ranks()
     if not ranks:

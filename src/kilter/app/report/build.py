@@ -49,7 +49,7 @@ from kilter.core.events import (
     read_events,
 )
 from kilter.core.label import Label
-from kilter.core.plan import Goal, Plan
+from kilter.core.plan import ClocksMode, Goal, Plan
 from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, TraceFeatures
@@ -147,7 +147,7 @@ class Report(Judgement):
     after: Setting | None
     choice: ChosenSetting
     rehearsed_iterations: int
-    mode: str
+    mode: ClocksMode
     mode_reason: str
     outcome: str | None
     unseen: str | None
@@ -365,7 +365,7 @@ def summarise(
             judged=judged,
             iterations=iterations,
             label=label,
-            happened=lead.mode == "govern" and label is Label.MEASURED,
+            happened=lead.mode == ClocksMode.GOVERN and label is Label.MEASURED,
             found=lead.found,
             blocks=ranks[0].blocks,
         ),
@@ -451,7 +451,11 @@ def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tupl
 
 
 def _kept(lead: Started, choice: ChosenSetting) -> bool:
-    return choice.setting != lead.found and lead.mode == "govern" and choice.state != "predicted"
+    return (
+        choice.setting != lead.found
+        and lead.mode == ClocksMode.GOVERN
+        and choice.state != "predicted"
+    )
 
 
 def _used(factors: Factors | None, ranks: Sequence[Rank]) -> Amount | None:
@@ -520,7 +524,7 @@ def _choice(rank: Rank, *, complete: bool) -> ChosenSetting:
         )
     if last is not None and last.state not in _SEARCHING:
         return ChosenSetting(setting=last.setting, state=last.state, reason=last.reason)
-    if rank.started.mode == "observe":
+    if rank.started.mode == ClocksMode.OBSERVE:
         return ChosenSetting(setting=found, state="undecided", reason=rank.started.mode_reason)
     ended = "the run ended" if complete else "the record ends"
     return ChosenSetting(setting=found, state="undecided", reason=f"{ended} {_doing(rank)}")

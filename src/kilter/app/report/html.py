@@ -47,6 +47,7 @@ from kilter.clocks.plan.sections import Analysis
 from kilter.core.codec import write_atomically
 from kilter.core.events import Decided
 from kilter.core.label import Label
+from kilter.core.plan import ClocksMode
 from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
 
 MOST_OPERATIONS = 12
@@ -350,7 +351,10 @@ def _effects(report: Report) -> str:
 
 
 def _method(report: Report) -> str:
-    mode = {"govern": "settings are changed and judged", "shadow": "planning only"}
+    mode = {
+        ClocksMode.GOVERN: "settings are changed and judged",
+        ClocksMode.SHADOW: "planning only",
+    }
     entries = [
         ("Numbers", f"{report.label.value}: {_LABELS[report.label.value]}"),
     ]

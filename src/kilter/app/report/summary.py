@@ -19,6 +19,7 @@ from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.clocks.plan.job_class import Bound
 from kilter.core.events import Operated
 from kilter.core.label import Label
+from kilter.core.plan import ClocksMode
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.trace import TraceFeatures
 from kilter.core.units import (
@@ -117,7 +118,7 @@ def full(report: Report) -> str:
     if report.footprint is not None:
         lines.append(f"bill     {footprint.sentence(report.footprint)}")
     lines += [f"warning  {warning}" for warning in warnings(report)]
-    if report.mode != "govern":
+    if report.mode != ClocksMode.GOVERN:
         lines.append(f"mode     {report.mode}: {report.mode_reason}")
     lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"error    {failure.where}: {failure.error}" for failure in report.errors]
@@ -230,7 +231,7 @@ def next_step(report: Report) -> str | None:
     persistent = any(device.persistent for device in report.devices)
     if persistent and report.restored is False:
         return "run: kilter restore"
-    if persistent and report.restored is None and report.mode == "govern":
+    if persistent and report.restored is None and report.mode == ClocksMode.GOVERN:
         return "the watcher puts the GPU back; to be sure: kilter restore"
     if report.unseen is not None or report.goal.max_slowdown is None or report.errors:
         return None
@@ -243,7 +244,7 @@ def next_step(report: Report) -> str | None:
     codes = {refusal.code for refusal in report.refused}
     if REHEARSAL_CUT in codes and simulated:
         return "give the rehearsal more time: --rehearse 60s"
-    if report.mode == "shadow" and not simulated and CLOCKS_REFUSED in codes:
+    if report.mode == ClocksMode.SHADOW and not simulated and CLOCKS_REFUSED in codes:
         return "kilter doctor says how to allow it"
     if simulated and report.saving:
         return "run it so on a real GPU: nothing is saved on a simulated one"
@@ -325,7 +326,7 @@ def _without_result(report: Report) -> Finding:
         setting = "; ".join(expected.actions) or "the default"
         text = f"nothing was set; plan: {setting}, {energy} energy, {time} time"
         return Finding(text, f"predicted, {expected.label.value}")
-    if report.mode == "observe" and report.choice.state == "undecided":
+    if report.mode == ClocksMode.OBSERVE and report.choice.state == "undecided":
         return Finding(f"only watched: {_watched(report)}", label)
     return Finding(f"no result: {report.choice.reason}", label)
 
@@ -373,10 +374,10 @@ def evidence(report: Report) -> str:
 
 def ending(report: Report) -> str:
     """What was held, and whether the found setting is back."""
-    if report.mode != "govern" and report.restored:
+    if report.mode != ClocksMode.GOVERN and report.restored:
         return NOTHING_SET
     asked = {block.setting for block in report.blocks}
-    if report.mode == "govern":  # a block under it may never have come to its end
+    if report.mode == ClocksMode.GOVERN:  # a block under it may never have come to its end
         asked |= {d.setting for d in report.decisions if d.state != "predicted"}
     if asked <= {report.found} and report.restored:
         return NOTHING_SET

@@ -17,6 +17,7 @@ from kilter.app.report.build import Rank, Report, summarise
 from kilter.app.report.evidence import Arm
 from kilter.app.report.words import ascii_line, wish
 from kilter.core.events import Block, Moved, Sampled
+from kilter.core.plan import ClocksMode
 from kilter.core.units import (
     show_bytes,
     show_clock,
@@ -65,7 +66,7 @@ class Now:
             return summary.headline(found)
         if found.goal.max_slowdown is None:
             return "clocks are left alone"
-        if found.mode == "observe":
+        if found.mode == ClocksMode.OBSERVE:
             return f"only watching: {found.mode_reason}"
         if not found.blocks:
             return "nothing judged yet"
@@ -163,7 +164,7 @@ def screen(found: Now) -> str:
         f"device    {summary.plain_name(report.device)} [{report.label.value}]",
         f"goal      {wish(report.goal)}",
     ]
-    if report.mode != "govern":
+    if report.mode != ClocksMode.GOVERN:
         lines.append(f"mode      {report.mode}: {report.mode_reason}")
     block, last = found.block, _arm(found.block)
     if block is not None and last is not None:

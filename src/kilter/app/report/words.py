@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kilter.core.events import Started
-from kilter.core.plan import FREE_MARGIN, Goal
+from kilter.core.plan import FREE_MARGIN, ClocksMode, Goal
 from kilter.core.units import show_bytes, show_fraction
 
 STAND_IN = "a stand-in on the CPU"
@@ -31,11 +31,11 @@ def start_line(started: Started) -> str:
         text += f", memory {goal.memory_budget}"
         if goal.host_memory_bytes is not None:
             text += f", at most {show_bytes(goal.host_memory_bytes)} of host memory"
-    if goal.max_slowdown is not None and started.mode != "observe":
+    if goal.max_slowdown is not None and started.mode != ClocksMode.OBSERVE:
         text += f", {contract(goal)}"
-    if started.mode == "shadow":
+    if started.mode == ClocksMode.SHADOW:
         text += f"; nothing is set: {started.mode_reason}"
-    elif started.mode == "observe" and goal.max_slowdown is not None:
+    elif started.mode == ClocksMode.OBSERVE and goal.max_slowdown is not None:
         text += f"; {started.mode_reason}"
     if started.world_size > 1:
         text += f"; {started.world_size} ranks"
@@ -53,10 +53,10 @@ def _doing(started: Started) -> str:
         return "fitting the program's own device" if device.backend == "sim" else f"fitting {name}"
     if device.backend == "null":
         doing = "no GPU: iterations are only timed"
-    elif started.mode == "observe":
+    elif started.mode == ClocksMode.OBSERVE:
         doing = f"watching {name}"
     else:
-        doing = f"{'governing' if started.mode == 'govern' else 'planning for'} {name}"
+        doing = f"{'governing' if started.mode is ClocksMode.GOVERN else 'planning for'} {name}"
     return f"fitting and {doing}" if fits else doing
 
 

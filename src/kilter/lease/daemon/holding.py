@@ -69,7 +69,7 @@ class Holding:
             if stale is not None:
                 recover(place, stale, self.device)
             self._baseline = of_gpu(self.uuid, os.environ)
-            self.found = self._look()
+            self.found = self._settings_now()
         except (DeviceError, FileError):
             lock.close()
             raise
@@ -94,7 +94,7 @@ class Holding:
         if self._journal is None:
             if setting.sm_clock_hz is not None:
                 refuse_unknown_lock(self.device, self.uuid, self._baseline)
-            self.found = self._look()
+            self.found = self._settings_now()
         elif changed_by_others(self._journal, now, Sample(t_s=0.0)):
             raise Held(f"{self.uuid}: somebody else has changed the power limit to {now}")
         before = self.found if self._journal is None else self._journal.last
@@ -134,7 +134,7 @@ class Holding:
             self._place.unlock(lock)
         return outcome
 
-    def _look(self) -> Setting:
+    def _settings_now(self) -> Setting:
         return compared(self.uuid, self.device.settings(), self._baseline)
 
     @property

@@ -280,11 +280,11 @@ class _FakeModel:
         self.inputs_bytes = memory.live_bytes - self.weights_bytes
         self._device_type = memory.device.type
 
-        class Holder(torch.nn.Module):  # type: ignore[misc]
+        class ModelHolder(torch.nn.Module):  # type: ignore[misc]
             def forward(self, function: Callable[[], None]) -> None:
                 function()
 
-        self._holder = Holder()
+        self._holder = ModelHolder()
         self._holder.model = model
 
     def hold(self, function: Callable[[], None]) -> None:

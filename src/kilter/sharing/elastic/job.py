@@ -519,7 +519,8 @@ class _Pass:
     """One pass over a loader: plain at first, divided by the schedule once the job is elastic.
 
     What the script does (its sampler, its data set) is called outside of the fence, so that its
-    errors are its own."""
+    errors are its own. It has many attributes because the loader draws batches ahead: what it was
+    handed, what the script has taken, and what was trained on are counted apart."""
 
     def __init__(self, job: ElasticJob, loader: DataLoader[Any]) -> None:
         self._job, self.loader = job, loader

@@ -85,10 +85,8 @@ def share(
         raise UsageError(f"global_batch={global_batch} is smaller than the {world} ranks")
     if total_steps is not None and total_steps < 1:
         raise UsageError(f"total_steps={total_steps}: give at least 1, or None")
-    if ratios is not None and (len(ratios) != world or sum(ratios) != 10 or min(ratios) < 0):
-        raise UsageError(f"ratios={ratios}: give {world} numbers of at least 0 that sum to 10")
-    if ratios is not None and not idle_ranks and 0 in ratios:
-        raise UsageError(f"ratios={ratios}: a share of 0 needs idle_ranks=True")
+    if ratios is not None:
+        _check_ratios(ratios, world, idle_ranks=idle_ranks)
     if max_slowdown is not None and not 0.0 <= max_slowdown < 1.0:
         raise UsageError(f"max_slowdown={max_slowdown}: give a fraction, 0.02 for 2 %")
     identity = Identity(
@@ -117,6 +115,13 @@ def share(
     job.others += others
     optimizer.register_step_post_hook(lambda *stepped: job.guard.run(job.stepped, optimizer))
     return Shared(job, global_batch, total_steps)
+
+
+def _check_ratios(ratios: Ratios, world: int, *, idle_ranks: bool) -> None:
+    if len(ratios) != world or sum(ratios) != 10 or min(ratios) < 0:
+        raise UsageError(f"ratios={ratios}: give {world} numbers of at least 0 that sum to 10")
+    if not idle_ranks and 0 in ratios:
+        raise UsageError(f"ratios={ratios}: a share of 0 needs idle_ranks=True")
 
 
 class Shared:

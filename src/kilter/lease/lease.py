@@ -89,7 +89,7 @@ class Lease:
 
     Every error out of `set`, `renew` and `verify` ends the lease: what was found is back, or
     `outcome` says why not, and who will try again. In a forked child a lease does nothing.
-    Its 20 attributes are one transaction under one lock: lock file, watcher, journal and settings
+    Its many attributes are one transaction under one lock: lock file, watcher, journal and settings
     change together or not at all.
     """
 

@@ -240,12 +240,7 @@ class _Timeline:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur
         if event.ph != "X" or not isinstance(name, str):
             return
-        if cat in _DEVICE and (begin is None or abs(begin) > MOST_US):
-            self._impossible[name] += 1
-        elif cat in _DEVICE and begin is not None:
-            if length is None or not 0.0 <= length <= MOST_US - abs(begin):
-                self._impossible[name] += 1
-                length = 0.0
+        if cat in _DEVICE:
             self._add_device(name, cat, begin, length, event.args)
         elif begin is None or length is None:
             return
@@ -261,15 +256,24 @@ class _Timeline:
         elif name == ITERATION_END:
             self._iteration_ends_us.append(begin)
         elif event.args is not None and (name == "record_param_comms" or "c10d" in name):
-            external = _integer(event.args.external_id)
-            if external is not None:
-                self._c10d[external] = (name, event.args)
-            if event.args.collective in _TRANSFERS:
-                self._transfers.append((begin, event.args))
+            self._add_c10d(name, begin, event.args)
+
+    def _add_c10d(self, name: str, begin: float, args: Args) -> None:
+        external = _integer(args.external_id)
+        if external is not None:
+            self._c10d[external] = (name, args)
+        if args.collective in _TRANSFERS:
+            self._transfers.append((begin, args))
 
     def _add_device(
-        self, name: str, cat: str, begin: float, length: float, args: Args | None
+        self, name: str, cat: str, begin: float | None, length: float | None, args: Args | None
     ) -> None:
+        if begin is None or abs(begin) > MOST_US:
+            self._impossible[name] += 1
+            return
+        if length is None or not 0.0 <= length <= MOST_US - abs(begin):
+            self._impossible[name] += 1
+            length = 0.0
         known = self._names.get(name)
         if known is None:
             op = self._table.op(name)

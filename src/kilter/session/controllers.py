@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kilter.clocks.controller import ClocksController, mode_of
@@ -14,15 +15,24 @@ from kilter.clocks.operation_controller import OperationsController
 from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
-from kilter.core.plan import Objective
+from kilter.core.plan import Goal, Objective
 from kilter.core.ranks import Ranks
 from kilter.device.find import find
 from kilter.device.protocol import Device
 from kilter.device.sim.cards import names
 from kilter.memory.controller import MemoryController
+from kilter.memory.host_memory import default_limit_bytes
 from kilter.session.options import HISTORY_AUTO, HISTORY_OFF, Options
 
-__all__ = ["controllers_of", "mode_of", "open_device"]
+__all__ = ["controllers_of", "goal_of", "mode_of", "open_device"]
+
+
+def goal_of(options: Options) -> Goal:
+    """What was asked for, with this machine's limit where a memory plan needs one."""
+    goal = options.goal
+    if goal.memory_budget is None or goal.host_memory_bytes is not None:
+        return goal
+    return replace(goal, host_memory_bytes=default_limit_bytes(os.environ))
 
 
 def controllers_of(run: Run, options: Options) -> Sequence[Controller]:

@@ -11,7 +11,6 @@ import platform
 import shutil
 import threading
 import time
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,14 +25,13 @@ from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.secrets import masked
 from kilter.device.protocol import Device
 from kilter.lease.run_lease import RunLease
-from kilter.memory.host_memory import default_limit_bytes
 from kilter.observe.imports import after_import, torch_version
 from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.run_files import RunFiles
 from kilter.observe.sampler import Sampler
 from kilter.observe.trace_source import TraceSource
 from kilter.session.children import SpawnedChildren
-from kilter.session.controllers import controllers_of, mode_of, open_device
+from kilter.session.controllers import controllers_of, goal_of, mode_of, open_device
 from kilter.session.destructors import Destructors
 from kilter.session.fence import Fence
 from kilter.session.listener import RunListener, SilentListener
@@ -158,14 +156,11 @@ class Session:
 
     def _run_of(self, device: Device, log: RunLog, directory: Path) -> Run:
         options, info = self._options, device.info()
-        goal = options.goal
-        if goal.memory_budget is not None and goal.host_memory_bytes is None:
-            goal = replace(goal, host_memory_bytes=default_limit_bytes(os.environ))
         simulated = info.backend == "sim"
         command = _command(options)
         files = RunFiles(directory, command=command, writes=self._ranks.rank == 0)
         return Run(
-            goal=goal,
+            goal=goal_of(options),
             dry_run=options.dry_run,
             device=device,
             info=info,

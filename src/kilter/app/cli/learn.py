@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,20 @@ import msgspec
 from kilter.app.cli.options import output_file
 from kilter.app.cli.output import print_json, show_progress
 from kilter.app.fields import taken
-from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
+from kilter.app.learning import (
+    TrainingPoint,
+    errors_of,
+    fit,
+    need_sklearn,
+    points_of_runs,
+    points_of_table,
+)
 from kilter.clocks.history import History, default_file
 from kilter.clocks.plan.predictor import LearningError, Predictor
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
+from kilter.core.past_run import PastRun
 from kilter.core.units import show_count
 from kilter.device.sim.replay import load_tables
 
@@ -66,21 +75,18 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{table}: is a directory; what a run compared: kilter learn --history"
             )
-    points, sources = [], [Path(table).name for table in args.table]
+    points: list[TrainingPoint] = []
+    sources = [Path(table).name for table in args.table]
     for table in args.table:
         show_progress(f"reading {table} ...")
-        points += list(points_of_table(load_tables(table)))
-    label = Label.REPLAYED
+        points += points_of_table(load_tables(table))
+    label = Label.SIMULATED if args.simulated else Label.MEASURED
     if args.history is not None:
-        label = Label.SIMULATED if args.simulated else Label.MEASURED
-        file = Path(args.history) if args.history else default_file(os.environ)
-        runs = History(file).runs(label)
-        if not runs and not args.table:
-            raise FileError(f"{file}: no {label.value} run is kept there")
-        points += list(points_of_runs(runs))
-        sources.append(f"{show_count(len(runs), f'{label.value} run')} of {file.name}")
-        if args.table:
-            label = Label.REPLAYED
+        kept, source = _kept_runs(args, label)
+        points += points_of_runs(kept)
+        sources.append(source)
+    if args.table:
+        label = Label.REPLAYED
     need_sklearn()
     errors = errors_of(points, show_progress)
     show_progress(f"fitting to {show_count(len(points), 'setting')} ...")
@@ -95,6 +101,15 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else str(args.out)
     print_json("kilter.learn/1", predictor.label, found | {"out": out})
     return 0
+
+
+def _kept_runs(args: argparse.Namespace, label: Label) -> tuple[Sequence[PastRun], str]:
+    """The runs of this label in the history, and how they are named as a source."""
+    file = Path(args.history) if args.history else default_file(os.environ)
+    runs = History(file).runs(label)
+    if not runs and not args.table:
+        raise FileError(f"{file}: no {label.value} run is kept there")
+    return runs, f"{show_count(len(runs), f'{label.value} run')} of {file.name}"
 
 
 def _text(predictor: Predictor, out: Path | None) -> str:

@@ -14,6 +14,7 @@ from kilter.app.report import memory as memory_report
 from kilter.app.report.bound import JobClass
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
+from kilter.app.report.memory import MemoryReport
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.clocks.plan.job_class import Bound
@@ -45,13 +46,7 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
     if report.blocks and report.goal.max_slowdown is not None:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
-        told = memory_report.lines(report.memory)
-        if report.goal.max_slowdown is not None:
-            lines = told + lines
-        elif report.unseen is not None and report.memory.record.budget_bytes is None:
-            lines = [*told, report.unseen]  # a share is taken after some iterations
-        else:
-            lines = told
+        lines = _memory_lines(report, report.memory, lines)
     elif report.unseen is not None:
         lines = [headline(report)]
     if report.job.name in ACTED_ON:
@@ -71,6 +66,16 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
 
 
 _MOST_ERRORS = 3
+
+
+def _memory_lines(report: Report, memory: MemoryReport, clocks: list[str]) -> list[str]:
+    """What became of memory, and after it the lines of the clocks, where they were asked for."""
+    told = memory_report.lines(memory)
+    if report.goal.max_slowdown is not None:
+        return told + clocks
+    if report.unseen is not None and memory.record.budget_bytes is None:
+        return [*told, report.unseen]  # a share is taken after some iterations
+    return told
 
 
 def inside(report: Report) -> list[str]:

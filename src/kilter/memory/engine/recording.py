@@ -373,16 +373,16 @@ class OperationRecorder(CallRecorder):
                     self._versions[ref.storage] += 1
         if self._blank:
             self._fills(rules, refs, writes)
-        makes, sums = [], False
-        for place, result in enumerate(_leaves(made)):
-            if isinstance(result, torch.Tensor):
-                sums |= result.is_floating_point()
-                key = result.untyped_storage()._cdata
-                if key not in self._numbers:
-                    makes.append((place, self._count(result, len(self._steps))))
+        results = [(i, one) for i, one in enumerate(_leaves(made)) if isinstance(one, torch.Tensor)]
+        makes = [
+            (place, self._count(result, len(self._steps)))
+            for place, result in results
+            if result.untyped_storage()._cdata not in self._numbers
+        ]
         if rules.memory:
             self._blank.update(number for _, number in makes)
         if makes or writes:
+            sums = any(result.is_floating_point() for _, result in results)
             refused = rules.refused or (sums and rules.unordered)
             generator, state = drawn
             self._steps.append(

@@ -215,15 +215,7 @@ class ModuleCall:
         tensor, version = given
         root = recording.root_of(tensor)
         storage = tensor.untyped_storage()
-        if tensor._version != version:
-            raise Foreign("the call has written to what it reads")
-        if storage.nbytes() == 0 and tensor.numel():
-            raise Foreign("reads weights that come and go (sharding)")
-        if not owned(storage, on_cuda=tensor.is_cuda):
-            raise Foreign("reads memory that is not the framework's")
-        store = self._calls.store
-        if store.was_touched(tensor):
-            raise Foreign("the program has asked for the `.data` of what is read")
+        self._check(tensor, version)
         if kept is not None:
             if root is None:
                 held = HeldSource(tensor.detach(), version)
@@ -243,6 +235,18 @@ class ModuleCall:
             self.held.append(held)
         self._sources[number] = held
         return 0
+
+    def _check(self, tensor: torch.Tensor, version: int) -> None:
+        """Raise `Foreign` if what the call reads may be another thing by the time of backward."""
+        storage = tensor.untyped_storage()
+        if tensor._version != version:
+            raise Foreign("the call has written to what it reads")
+        if storage.nbytes() == 0 and tensor.numel():
+            raise Foreign("reads weights that come and go (sharding)")
+        if not owned(storage, on_cuda=tensor.is_cuda):
+            raise Foreign("reads memory that is not the framework's")
+        if self._calls.store.was_touched(tensor):
+            raise Foreign("the program has asked for the `.data` of what is read")
 
     @property
     def operations(self) -> tuple[str, ...]:

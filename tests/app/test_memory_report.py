@@ -105,7 +105,7 @@ def test_a_budget_that_was_met() -> None:
     assert "96.0 % of it hidden [simulated]" in said
     assert "2.0 GiB of pinned host memory" in said
     assert "1 deviation, 2 late, 50 on demand" in said
-    assert "parts were away on demand from the first iteration on" in said
+    assert "parts were offloaded on demand from the first iteration on" in said
 
 
 def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:

@@ -282,7 +282,7 @@ def test_out_of_time_exact_is_as_good_as_the_heuristic() -> None:
         (Schedule(moves=(Move(0, 0, 5),)), "released at operation 0 while in use"),
         (Schedule(moves=(Move(0, 3, 2),)), "before it left"),
         (Schedule(moves=(Move(0, 2, 6), Move(0, 3, 7))), "while in use"),
-        (Schedule(moves=(Move(0, 2, 99),)), "away when operation 7 uses it"),
+        (Schedule(moves=(Move(0, 2, 99),)), "evicted when operation 7 uses it"),
         (Schedule(moves=(Move(0, 5, 6),)), "needs 40 bytes of 30"),
     ],
 )
@@ -303,7 +303,7 @@ def test_making_again_from_what_is_away_is_a_fault() -> None:
         budget_bytes=20,
     )
     late = simulate(problem, Schedule(moves=(Move(0, 2, 5),), recomputed=(1,)))
-    assert any("away" in fault for fault in late.faults)
+    assert any("evicted" in fault for fault in late.faults)
     in_time = simulate(problem, Schedule(moves=(Move(0, 2, 4),), recomputed=(1,)))
     assert in_time.faults == ()
 

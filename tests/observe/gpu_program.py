@@ -114,7 +114,7 @@ class GpuProgram:
         return begin_s + length_s
 
     def _annotate(self, number: int) -> None:
-        self._note("kilter::border", "cpu_op", self.now_s, 0.0)
+        self._note("kilter::iteration_end", "cpu_op", self.now_s, 0.0)
         self.now_s += self._random.uniform(1e-6, 10e-6)
         self.annotated_s[number] = self.now_s
 

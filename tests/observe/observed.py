@@ -41,7 +41,7 @@ def observe(program: str) -> dict[str, object]:
         "source": marks.source,
         "why_not": marks.why_not,
         "threads": marks.threads,
-        "borders": marks.index + 1,
+        "iteration_ends": marks.index + 1,
         "iterations": len(iterations),
         "skipped": [i.index for i in iterations if i.skipped],
         "timelines": sorted({i.timeline for i in iterations}),

@@ -9,7 +9,7 @@ from kilter.observe.stepped_optimizers import Cycle
 
 
 def iteration_ends(steps):
-    """The positions in a sequence of steps that are borders."""
+    """The positions in a sequence of steps that are iteration ends."""
     cycle = Cycle()
     return [i for i, name in enumerate(steps) if cycle.step(hash(name))]
 

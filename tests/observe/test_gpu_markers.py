@@ -161,8 +161,8 @@ def test_an_end_inside_backward_counts_from_its_mark_and_not_from_its_annotation
     than the marker."""
     program = GpuProgram().run(range(1, 15), recorded=WINDOW)
     late_s = 4e-4
-    borders = [event for event in program.events if event["name"] == "kilter::border"]
-    borders[2]["ts"] += late_s * 1e6
+    ends = [event for event in program.events if event["name"] == "kilter::iteration_end"]
+    ends[2]["ts"] += late_s * 1e6
     program.annotated_s[WINDOW[2]] += late_s
     trace = read(program)
     for window in trace.iterations:

@@ -51,14 +51,14 @@ assert OptimizedModule.__init__.__module__ == "torch._dynamo.eval_frame"
     assert not seen["torch_before"]
     assert seen["torch_after"]
     assert seen["source"] == "optimizer"
-    assert (seen["borders"], seen["iterations"]) == (10, 9)
+    assert (seen["iteration_ends"], seen["iterations"]) == (10, 9)
     assert seen["timelines"] == ["host"]
 
 
 def test_a_program_without_torch_stays_without_torch():
     seen = fresh("import json\nassert sum(range(10)) == 45\n")
     assert not seen["torch_after"]
-    assert seen["borders"] == 0
+    assert seen["iteration_ends"] == 0
 
 
 def test_gradient_accumulation_is_one_iteration_per_step(observe):
@@ -69,7 +69,7 @@ for i in range(40):
         optimizer.step()
         optimizer.zero_grad()
 """
-    assert observe(TRAIN + program)["borders"] == 10
+    assert observe(TRAIN + program)["iteration_ends"] == 10
 
 
 def test_steps_skipped_by_the_gradient_scaler_are_not_slow_iterations(observe):
@@ -90,7 +90,7 @@ for i in range(16):
     scaler.update()
 """
     seen = observe(TRAIN + program)
-    assert seen["borders"] == 15
+    assert seen["iteration_ends"] == 15
     assert seen["skipped"] == [9]
 
 
@@ -106,7 +106,7 @@ for i in range(10):
 """
     seen = observe(TRAIN + program)
     # The critic led until the generator's first step.
-    assert seen["borders"] == 5 + 10
+    assert seen["iteration_ends"] == 5 + 10
     assert seen["iterations"] == 4 + 9
 
 
@@ -123,7 +123,7 @@ def closure():
 for _ in range(6):
     optimizer.step(closure)
 """
-    assert observe(TRAIN + program)["borders"] == 6
+    assert observe(TRAIN + program)["iteration_ends"] == 6
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -140,7 +140,7 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 assert not counters["graph_break"], counters
 """
     seen = observe(TRAIN + program)
-    assert seen["borders"] == 10
+    assert seen["iteration_ends"] == 10
     assert seen["window"] == "done"
     assert not [o for o in seen["operations"] if o["name"] in ("0", "1", "2")]
 
@@ -207,7 +207,7 @@ for i in range(12):
 """
     seen = observe(TRAIN + program)
     assert seen["source"] == "explicit"
-    assert seen["borders"] == 3 + 4
+    assert seen["iteration_ends"] == 3 + 4
 
 
 def test_data_loader_workers_and_forked_children_are_left_alone(observe):
@@ -225,7 +225,7 @@ if pid == 0:
     os._exit(0 if MARKS.index == 5 and not o._global_optimizer_post_hooks else 1)
 assert os.waitpid(pid, 0)[1] == 0
 """
-    assert observe(TRAIN + program)["borders"] == 6
+    assert observe(TRAIN + program)["iteration_ends"] == 6
 
 
 USES_A_PROFILER = """
@@ -251,7 +251,7 @@ import torch.autograd.profiler as profiler
 assert profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler"
 """
     seen = observe(TRAIN + USES_A_PROFILER + program)
-    assert seen["borders"] == 20
+    assert seen["iteration_ends"] == 20
     if seen["window"] == "failed":
         assert "torch.profiler itself" in seen["window_why_not"]
     else:
@@ -292,7 +292,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
     seen = observe("import torch" + program)
-    assert (seen["borders"], seen["threads"], seen["source"]) == (8000, 4, "explicit")
+    assert (seen["iteration_ends"], seen["threads"], seen["source"]) == (8000, 4, "explicit")
 
 
 def test_a_scheduled_profiler_of_the_program_keeps_its_warm_up(observe):
@@ -335,7 +335,7 @@ MARKS._on_iteration_end = lambda index, t_s: MARKS.stop() if index == 3 else Non
 for _ in range(8): {STEP}
 assert MARKS.index == 3
 """
-    assert observe(TRAIN + program)["borders"] == 4
+    assert observe(TRAIN + program)["iteration_ends"] == 4
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["compiled at once", "compiled late"])
@@ -385,4 +385,4 @@ assert counters["stats"]["unique_graphs"] == 1, counters
 """
     )
     seen = observe(MODEL + program)
-    assert seen["borders"] == 0
+    assert seen["iteration_ends"] == 0

@@ -138,7 +138,7 @@ def test_idle_gpu_while_the_data_loader_works_is_waiting_for_data(tmp_path):
     wait = named(trace, "DataLoader", Kind.DATA_WAIT)
     gaps = [o.duration_s for o in trace.operations if o.kind is Kind.GAP]
     assert wait.duration_s == pytest.approx(400e-6)
-    assert sum(gaps) == pytest.approx(130e-6)  # the mean of 120 and, at a border, 140
+    assert sum(gaps) == pytest.approx(130e-6)  # the mean of 120 and, at an iteration end, 140
 
 
 @pytest.mark.parametrize(("iteration_s", "waited_s"), [(1e-3, 800e-6), (140e-6, 0.0)])
@@ -185,7 +185,7 @@ def test_recomputed_activations_belong_to_the_backward(tmp_path):
     assert us(named(trace, "block.fc", Kind.BACKWARD)) == (150, 250)
 
 
-def test_without_our_annotations_optimizer_steps_are_the_borders(tmp_path):
+def test_without_our_annotations_optimizer_steps_are_the_iteration_ends(tmp_path):
     record = Recording()
     for at in (0, 1000, 2000):
         record.host("aten::relu", at + 100, at + 200)

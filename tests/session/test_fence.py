@@ -253,7 +253,7 @@ def test_after_an_interruption_only_what_stepping_aside_needs_goes_on(alarm: Ala
     work("work")
     iteration_ended("iteration_ended")
     fence.close()
-    iteration_ended("border after")
+    iteration_ended("end after")
     assert calls == ["iteration_ended"]
 
 

@@ -12,7 +12,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     planner: str
     budget_bytes: int
     feasible: bool
-    """The peak is within the budget and no use finds its datum away."""
+    """The peak is within the budget and no use finds its datum evicted."""
     peak_before_bytes: int
     peak_bytes: int
     compute_s: float
@@ -36,7 +36,7 @@ class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     deviations: int
     """Passes that departed from their plan and were finished without it."""
     late: int
-    """Uses that found their datum away and fetched it then and there."""
+    """Uses that found their datum evicted and fetched it then and there."""
     spilled: int
     """Data that left without a plan because the budget was reached."""
     recomputed: int = msgspec.field(name="remade")
@@ -72,7 +72,7 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     plain_peak_bytes: int | None
     """Peak with everything kept, as observed before there was a plan."""
     plain_peak_seen: bool
-    """The program really reached it; False: something was away, and is counted in."""
+    """The program really reached it; False: something was offloaded, and is counted in."""
     peak_bytes: int | None
     """The largest measured one of passes of all kinds, each as it runs now."""
     least_bytes: int | None

@@ -80,8 +80,8 @@ class StateStreaming:
         if visits is None:
             return False
         streaming = visits.plan is not None
-        if streaming:  # seen while some of the state was away
-            levels = zip(problem.resident_bytes, away_of(visits, problem), strict=True)
+        if streaming:  # seen while some of the state was offloaded
+            levels = zip(problem.resident_bytes, offloaded_by(visits, problem), strict=True)
             problem = replace(problem, resident_bytes=tuple(a + b for a, b in levels))
         spare_bytes = int(SPARE_SHARE * problem.budget_bytes)
         tight = replace(problem, budget_bytes=problem.budget_bytes - spare_bytes)
@@ -118,12 +118,12 @@ class StateStreaming:
             return
         self._awaiting = False
         record, problem = self._shared
-        away = away_of(visits, problem)
-        levels = [a - b for a, b in zip(problem.resident_bytes, away, strict=True)]
+        offloaded = offloaded_by(visits, problem)
+        levels = [a - b for a, b in zip(problem.resident_bytes, offloaded, strict=True)]
         self._swapper.relevel(record, levels, self.taken)
 
 
-def away_of(visits: Visits, problem: Problem) -> list[int]:
+def offloaded_by(visits: Visits, problem: Problem) -> list[int]:
     """State on the host in each operation of the pass."""
     from kilter.memory.plan.joint import offloaded_bytes
 

@@ -30,7 +30,7 @@ from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
 """Annotation of a module's forward; the qualified name follows."""
-ITERATION_END = "kilter::border"
+ITERATION_END = "kilter::iteration_end"
 """Annotation without length between two iterations."""
 
 Flops = Callable[[str, Sequence[Any], Sequence[Any]], float | None]

@@ -309,7 +309,7 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
         counted = "no GPU: a stand-in on the CPU that counts what autograd keeps, nothing else"
         lines.append(("device", counted))
     if memory.moved and not record.plain_peak_seen and record.plain_peak_bytes is not None:
-        text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
+        text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were offloaded on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
     if record.at_peak:
         lines.append(("at the peak", record.at_peak))
@@ -489,10 +489,10 @@ def problem_and_schedule(trace: IterationTrace, moved: MoveData) -> tuple[Proble
 
 def planned_levels(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
     """Bytes in use in each operation under the schedule."""
-    away = {move.interval: (move.release, move.load) for move in schedule.moves}
+    evicted = {move.interval: (move.release, move.load) for move in schedule.moves}
     due = problem.deadlines(frozenset(schedule.recomputed))
-    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
-    return tuple(int(level) for level in problem.profile(away))
+    evicted |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
+    return tuple(int(level) for level in problem.profile(evicted))
 
 
 def chrome_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:

@@ -80,9 +80,9 @@ def earlier(problem: Problem, schedule: Schedule, late_s: Mapping[int, float]) -
         begin_s = span.start_s
         shift_s[move.interval] = behind_s
 
-    away = {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
-    away |= {m.interval: (m.release, m.load) for m in schedule.moves}
-    slack = problem.budget_bytes - problem.profile(away)
+    evicted = {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
+    evicted |= {m.interval: (m.release, m.load) for m in schedule.moves}
+    slack = problem.budget_bytes - problem.profile(evicted)
     moves, before = [], 0
     for move in order:
         size_bytes = problem.intervals[move.interval].size_bytes

@@ -125,9 +125,9 @@ def beside(
         state = plan_state(_due(buckets, at, begins), room_bytes=room_bytes, link=link)
         span_s = max(begins[-1] - begins[at[0]], 1e-9)
         taken = min(MOST_TAKEN, state.moved_bytes / (rate * span_s))
-        away = offloaded_bytes(state, buckets, at, count)
+        offloaded = offloaded_bytes(state, buckets, at, count)
         levels = [
-            level - bytes_ for level, bytes_ in zip(problem.resident_bytes, away, strict=True)
+            level - bytes_ for level, bytes_ in zip(problem.resident_bytes, offloaded, strict=True)
         ]
         rest = replace(problem, resident_bytes=tuple(levels), link=link.less(taken))
         # What is carried out is searched more thoroughly.

@@ -100,8 +100,8 @@ def literal(problem: Problem, *, max_passes: int = 50) -> Schedule:
     # as late as the budget allows, which favours it.
     back = [search.at.get(i, interval.before) for i, interval in enumerate(intervals)]
     leaving = sorted(i for i in search.at if back[i] > intervals[i].after + 1)
-    away = {i: (intervals[i].after + 1, back[i]) for i in leaving}
-    forced = releases(problem, leaving, back, problem.profile(away).tolist())
+    evicted = {i: (intervals[i].after + 1, back[i]) for i in leaving}
+    forced = releases(problem, leaving, back, problem.profile(evicted).tolist())
     return Schedule(
         moves=tuple(
             Move(index, forced.get(index, back[index] - 1), back[index]) for index in leaving

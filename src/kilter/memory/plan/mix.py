@@ -175,8 +175,8 @@ def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:
     dearest first."""
     recomputed = frozenset(chosen)
     due = problem.deadlines(recomputed)
-    away = {i: (problem.intervals[i].after + 1, due[i]) for i in recomputed}
-    slack = problem.budget_bytes - problem.profile(away)
+    evicted = {i: (problem.intervals[i].after + 1, due[i]) for i in recomputed}
+    slack = problem.budget_bytes - problem.profile(evicted)
     if int(slack.min()) <= 0:
         return recomputed
     kept: set[int] = set()

@@ -63,15 +63,15 @@ def _moves(
 ) -> tuple[Move, ...] | None:
     intervals = problem.intervals
     due = problem.deadlines(recomputed)
-    away = {i: (intervals[i].after + 1, due[i]) for i in offloaded}
-    away |= {i: (intervals[i].after + 1, due[i]) for i in recomputed}
-    least = problem.profile(away)
+    evicted = {i: (intervals[i].after + 1, due[i]) for i in offloaded}
+    evicted |= {i: (intervals[i].after + 1, due[i]) for i in recomputed}
+    least = problem.profile(evicted)
     if int(least.max()) > problem.budget_bytes:
         return None
     release = releases(problem, offloaded, due, least.tolist(), arrival)
     for index in offloaded:
-        away[index] = (release.get(index, due[index]), due[index])
-    slack = problem.budget_bytes - problem.profile(away)
+        evicted[index] = (release.get(index, due[index]), due[index])
+    slack = problem.budget_bytes - problem.profile(evicted)
     moves = []
     for index in sorted(release, key=lambda i: (due[i], -intervals[i].after)):
         size = intervals[index].size_bytes
@@ -91,7 +91,7 @@ def releases(
     arrival: dict[int, int] | None = None,
 ) -> dict[int, int]:
     """The operation before which each interval's memory is freed, first out first freed, none
-    before the budget needs it. `least` is the level with all of them away; `arrival` names the
+    before the budget needs it. `least` is the level with all of them evicted; `arrival` names the
     operation by which a transfer is known to be complete."""
     leaving: dict[int, list[int]] = {}
     for index in offloaded:

@@ -154,11 +154,11 @@ class Problem:
         """Peak with nothing evicted."""
         return int(self.resident.max())
 
-    def profile(self, away: dict[int, tuple[int, int]]) -> Bytes:
+    def profile(self, evicted: dict[int, tuple[int, int]]) -> Bytes:
         """Bytes during each operation when interval `i` is evicted in operations `[start,
         stop)`."""
         change = np.zeros(len(self.operation_s) + 1, dtype=np.int64)
-        for index, (start, stop) in away.items():
+        for index, (start, stop) in evicted.items():
             size = self.intervals[index].size_bytes
             change[start] -= size
             change[stop] += size

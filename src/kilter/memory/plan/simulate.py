@@ -69,7 +69,7 @@ class SimulatedPass:
 
 class _State(enum.Enum):
     RESIDENT = "on the device"
-    EVICTED = "away"
+    EVICTED = "evicted"
     PREFETCHING = "on its way in"
 
 
@@ -323,7 +323,7 @@ class _Iteration:
             source = self._problem.intervals[index]
             covers = source.after < operation <= source.before
             if covers and self._state.get(index, _State.RESIDENT) is not _State.RESIDENT:
-                self._faults.append(f"{interval.name}: recomputed while {source.name} is away")
+                self._faults.append(f"{interval.name}: recomputed while {source.name} is evicted")
 
     def _check(self, operation: int, users: Sequence[int]) -> None:
         """The operation runs now."""

@@ -99,8 +99,8 @@ def leaving(
         for index, interval in enumerate(intervals)
         if interval.to_host and index not in recomputed and due[index] > interval.after + 1
     ]
-    away = {i: (intervals[i].after + 1, due[i]) for i in (*rest, *recomputed)}
-    level = problem.profile(away)
+    evicted = {i: (intervals[i].after + 1, due[i]) for i in (*rest, *recomputed)}
+    level = problem.profile(evicted)
     if int(level.max()) > problem.budget_bytes:
         return None
     room = np.maximum(problem.budget_bytes - headroom_bytes, level) - level

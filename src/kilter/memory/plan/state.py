@@ -152,7 +152,7 @@ def _scheduled(
     buckets: Sequence[Bucket], streamed: frozenset[int], room_bytes: int, link: Link, lag: int
 ) -> StatePlan:
     """Loads as early as the room allows; memory is given up when a load needs it, oldest first, and
-    within the lag only if the next visit would find its state away otherwise."""
+    within the lag only if the next visit would find its state on the host otherwise."""
     total_bytes = sum(b.state_bytes for b in buckets)
     resident_bytes = total_bytes - sum(buckets[i].state_bytes for i in streamed)
     free_bytes = room_bytes - resident_bytes

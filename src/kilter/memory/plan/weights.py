@@ -57,7 +57,7 @@ def plan_weights(
     offloaded_bytes: int,
     link: Link,
 ) -> WeightPlan:
-    """At least `offloaded_bytes` away at the end of forward, or all that can be.
+    """At least `offloaded_bytes` on the host at the end of forward, or all that can be.
 
     `at_s` are the times of the ticks, `turn` is the first of backward, and a pass begins
     `period_s` after the one before it.

@@ -321,15 +321,15 @@ def test_an_error_of_ours_in_the_middle_of_a_pass_changes_no_number(
 ) -> None:
     """The engine breaks while data are away: they come back, and the training goes on."""
     broken = """
-import kilter.memory.engine.engine as engine
+from kilter.memory.engine.backend import CpuStandIn
 calls = 0
-def use(self, packed, original=engine.Swapper._use):
+def wait(self, event, original=CpuStandIn.wait):
     global calls
     calls += 1
     if calls == 150:
         raise KeyError("a bug of ours")
-    return original(self, packed)
-engine.Swapper._use = use
+    return original(self, event)
+CpuStandIn.wait = wait
 """
     done = run("12MiB", ITERATIONS, script=broken + SCRIPT)
     assert done.returncode == 0

@@ -259,10 +259,15 @@ def test_a_bound_is_never_above_the_time_that_it_bounds(monkeypatch: pytest.Monk
 
     def other(fitter: Any) -> None:
         """A larger kind of pass that was never planned."""
-        kind = next(kind for kind in fitter._job._swapper._kinds if kind.plan is not None)
-        record = replace(kind.record, operation_s=[9.0] * len(kind.record.operation_s))
-        record.level_bytes = [2 * level for level in record.level_bytes]
-        fitter._job._swapper._kinds._by_events[(1, 2, 3)] = replace(kind, record=record, plan=None)
+        kinds = fitter._job._swapper._kinds
+        record = next(kind.record for kind in kinds if kind.plan is not None)
+        larger = replace(
+            record,
+            events=(record.events[0] + 1, *record.events[1:]),
+            operation_s=[9.0] * len(record.operation_s),
+            level_bytes=[2 * level for level in record.level_bytes],
+        )
+        kinds.watched(larger, weighed=True)
 
     for change, known in ((lambda fitter: None, True), (longer, False), (other, True)):
         events = fit(MemoryBudget(share=0.5), at_end=change)

@@ -33,16 +33,10 @@ class Weighed(CpuStandIn):
         self.most_bytes = 0
 
     def govern(self, swapper: Swapper, floor: StateAndWeightPolicy) -> None:
-        """Look at what is held whenever that may have changed."""
         self.swapper, self.floor = swapper, floor
-        store = swapper._store
-        hold = store.hold
 
-        def counted(change_bytes: int) -> None:
-            hold(change_bytes)
-            self.used_bytes()
-
-        store.hold = counted  # type: ignore[method-assign]
+    def holds(self, saved_bytes: int) -> None:
+        self.used_bytes()
 
     def used_bytes(self) -> int:
         mover = self.floor and self.floor.mover
@@ -301,3 +295,14 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
     assert report.deviations == report.late == 0
     assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB
     assert report.planned > 40
+
+
+def test_a_backend_that_keeps_account_is_told_what_saved_tensors_hold() -> None:
+    backend, told = CpuStandIn(), []
+    backend.holds = told.append
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    swapper = Swapper(backend, budget_bytes=MIB, link=H200_PCIE5, min_bytes=256)
+    with swapper:
+        for _ in range(2):
+            net(torch.randn(16, 32)).square().mean().backward()
+    assert max(told) == swapper.report().held_peak_bytes > 4 * (16 * 32 * 4)

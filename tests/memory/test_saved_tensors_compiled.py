@@ -32,6 +32,7 @@ from kilter.memory.engine.store import (  # noqa: E402
     _is_cast_of_parameter,
     kept,
 )
+from kilter.memory.engine.tensor_hooks import TensorHooks  # noqa: E402
 from kilter.memory.plan.problem import Link  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of kinds of tensors that are not finished
@@ -188,16 +189,24 @@ def same(ask: Callable[[Any], Any], both: tuple[Any, Any], tensor: Tensor) -> An
     return answers[0]
 
 
-def pack(engine: Any, tensor: Tensor) -> Any:
-    """What the hook would give, or what it would call the engine with."""
-    engine.hooks._save_large = lambda tensor, size_bytes, key: ("taken", tensor, size_bytes, key)
-    return engine.hooks._pack(tensor)
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
+    """What the hook gives, or calls the engine with."""
+
+    def hooks(engine: Swapper) -> TensorHooks:
+        return TensorHooks(
+            engine._store,
+            torch.device("cpu"),
+            MIN_BYTES,
+            lambda *taken: taken,
+            lambda _: None,
+            None,
+        )
+
+    with_library, in_python = hooks(both[0]), hooks(both[1])
+    assert with_library.use_library({}) is not None
     tensor = KINDS[kind]()
-    same(lambda engine: pack(engine, tensor), both, tensor)
+    same(lambda hooks: hooks._pack(tensor), (with_library, in_python), tensor)
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:

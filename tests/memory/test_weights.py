@@ -1085,10 +1085,15 @@ def test_an_error_of_ours_brings_all_home(monkeypatch: pytest.MonkeyPatch) -> No
     fence = Fence(lambda where, error: told.append(error))
     plain, _ = trained()
     governed = mover(fence=fence)
+    copy_out = CpuStandIn.copy_out
+
+    def fails(backend: CpuStandIn, host: torch.Tensor, device: torch.Tensor) -> Any:
+        assert device.nbytes < 1024, "a weight"
+        return copy_out(backend, host, device)
 
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         if number == 5:
-            monkeypatch.setattr(governed._store, "offload", lambda weight: 1 / 0)
+            monkeypatch.setattr(CpuStandIn, "copy_out", fails)
         return step(net, optimizer, number)
 
     moved, report = trained(governed, stepping=stepping)

@@ -44,15 +44,10 @@ class Weighed(CpuStandIn):
         self.most_bytes = 0
 
     def govern(self, swapper: Swapper, floor: StateAndWeightPolicy) -> None:
-        """Look at what is held whenever that may have changed."""
         self.swapper, self.floor = swapper, floor
-        hold = swapper._store.hold
 
-        def counted(change_bytes: int) -> None:
-            hold(change_bytes)
-            self.used_bytes()
-
-        swapper._store.hold = counted  # type: ignore[method-assign]
+    def holds(self, saved_bytes: int) -> None:
+        self.used_bytes()
 
     def used_bytes(self) -> int:
         mover = self.floor and self.floor.mover

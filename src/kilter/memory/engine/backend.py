@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kilter.memory.engine.gone import when_gone
@@ -52,6 +53,9 @@ class Backend(Protocol):
     """Whether `evicted` has an effect."""
     shows_waits: bool
     """Two marks around a `wait` show how long the device waited for the copy."""
+    holds: Callable[[int], None] | None
+    """Told how many bytes saved tensors hold, at each change by the engine, where the backend keeps
+    account of them itself; None where an allocator does."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
@@ -117,6 +121,7 @@ class CpuStandIn:
     POISON = 0xCD
     shows_waits = False
     """The CPU copies by itself, at the moment at which the copy is waited for."""
+    holds: Callable[[int], None] | None = None
 
     def __init__(
         self, *, host: HostLimit | None = None, lag: int = 8, spoil: bool | None = None

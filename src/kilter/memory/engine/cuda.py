@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class Cuda:
 
     spoils = False
     shows_waits = True
+    holds: Callable[[int], None] | None = None
 
     def __init__(
         self, device: torch.device, out: _Lane, back: _Lane, host: HostLimit | None = None

@@ -73,6 +73,8 @@ class Shapes:
 class _Memory:
     """The backend for `Watch`: levels and moments come from the dispatch mode."""
 
+    holds = None
+
     def __init__(self, clocked: Clocked) -> None:
         import torch
 

@@ -276,6 +276,8 @@ class Store:
         self.out_bytes = 0
         self.in_bytes = 0
         self.recomputed = 0
+        if backend.holds is not None:
+            self.hold = partial(self._hold_and_tell, backend.holds)  # type: ignore[method-assign]
 
     def begin(self) -> Pass:
         """Begin a pass. Everything that is saved in the pass holds the `Pass`."""
@@ -582,6 +584,10 @@ class Store:
             self.segment_peak_bytes = held_bytes
             if held_bytes > self.held_peak_bytes:
                 self.held_peak_bytes = held_bytes
+
+    def _hold_and_tell(self, tell: Callable[[int], None], change_bytes: int) -> None:
+        Store.hold(self, change_bytes)
+        tell(self.held_bytes + self.beside_bytes)
 
     def freed(self, saved: Saved) -> None:
         """Autograd has dropped this storage. A copy in flight still uses its memory: what is

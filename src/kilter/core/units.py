@@ -9,6 +9,7 @@ from kilter.core.errors import UsageError
 
 MHZ = 1e6
 MILLI = 1e-3
+MICRO = 1e-6
 KWH_J = 3.6e6
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import Collective, RankIteration, RankTrace
+from kilter.core.units import MICRO
 from kilter.model.intervals import join, union
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.rank_traces import operation
 from kilter.observe.trace_events import RawEvent, TraceFile
 
 GAP_JOINED_S = 1e-3
-_US = 1e-6
 _COMPUTE = re.compile(r"aten::|graph_\d+_|cpp_fused")
 _COMMUNICATION = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 _TICK_S = 1e-9
@@ -40,8 +40,8 @@ def read_host_rank(path: Path, ends_s: Mapping[int, float], *, rank: int) -> Ran
     for event in TraceFile(path, RawEvent):
         if event.ph != "X" or not isinstance(event.name, str) or event.ts is None:
             continue
-        begin_s = event.ts * _US
-        end_s = begin_s + max(event.dur or 0.0, 0.0) * _US
+        begin_s = event.ts * MICRO
+        end_s = begin_s + max(event.dur or 0.0, 0.0) * MICRO
         if event.name == ITERATION_END:
             marks.append(begin_s)
         elif event.cat == "cpu_op" and _COMPUTE.match(event.name):

@@ -24,8 +24,9 @@ import msgspec
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.core.units import MICRO
 from kilter.model.intervals import Interval, Times, difference, intersection, length, union
-from kilter.observe.trace_events import MOST_US, TraceFile, left_out
+from kilter.observe.trace_events import MOST_US, ON_DEVICE, TraceFile, left_out
 from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
@@ -46,7 +47,6 @@ _DATA_WAIT = re.compile(r"enumerate\(DataLoader\)#.*__next__")
 _BACKWARD = "autograd::engine::evaluate_function: "
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ class _Trace:
         flops: Flops | None,
         breathe: Callable[[], None],
     ) -> None:
-        timed = [e for e in events if e.ph == "X" and e.cat in _HOST | _DEVICE]
+        timed = [e for e in events if e.ph == "X" and e.cat in _HOST | ON_DEVICE]
         spans = [e for e in timed if e.possible]
         self.left_out = left_out(Counter(e.name for e in timed if not e.possible))
         """In words; empty: nothing."""
@@ -195,7 +195,9 @@ class _Trace:
         self._host = sorted(
             (e for e in spans if e.cat in _HOST), key=lambda e: (e.begin, -e.length)
         )
-        self._device_events = sorted((e for e in spans if e.cat in _DEVICE), key=lambda e: e.begin)
+        self._device_events = sorted(
+            (e for e in spans if e.cat in ON_DEVICE), key=lambda e: e.begin
+        )
         self._devices = devices
         self._where = where
         self._flops = flops
@@ -229,8 +231,8 @@ class _Trace:
         mean, length_us, count = _average([u for u in units if u], spans, self._waits)
         name = device or next(iter(self._devices), "") or ("cpu" if timeline == "host" else "gpu")
         return IterationTrace(
-            iteration_s=iteration_s or length_us * 1e-6,
-            operations=_lay_out(mean, length_us * 1e-6, iteration_s, timeline),
+            iteration_s=iteration_s or length_us * MICRO,
+            operations=_lay_out(mean, length_us * MICRO, iteration_s, timeline),
             timeline=timeline,
             device=name,
             label=Label.MEASURED,
@@ -525,7 +527,7 @@ def _average(
 
 def _rows(units: list[_Unit], span: Interval, waits: Times) -> list[_Row]:
     rows = [
-        _Row(u, (u.begin - span[0]) * 1e-6, length(union(u.busy)) * 1e-6, 0.0, 0.0) for u in units
+        _Row(u, (u.begin - span[0]) * MICRO, length(union(u.busy)) * MICRO, 0.0, 0.0) for u in units
     ]
     by_begin = sorted(rows, key=lambda row: row.unit.begin)
     begins = [row.unit.begin for row in by_begin]
@@ -535,7 +537,7 @@ def _rows(units: list[_Unit], span: Interval, waits: Times) -> list[_Row]:
         for begin, end in times:
             # Idle time in front of the first unit counts as behind it: the iteration is a ring.
             row = by_begin[max(0, bisect_right(begins, begin) - 1)]
-            setattr(row, name, getattr(row, name) + (end - begin) * 1e-6)
+            setattr(row, name, getattr(row, name) + (end - begin) * MICRO)
     return rows
 
 

@@ -30,14 +30,13 @@ from kilter.core.rank_trace import (
     RankTimes,
     RankTrace,
 )
+from kilter.core.units import MICRO
 from kilter.model.intervals import union
 from kilter.observe.gpu_markers import GpuWork, markers
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
-from kilter.observe.trace_events import MOST_US, Args, RawEvent, TraceFile, left_out
+from kilter.observe.trace_events import MOST_US, ON_DEVICE, Args, RawEvent, TraceFile, left_out
 
-_US = 1e-6
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
 _STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
 _COMPUTE, _COMMUNICATION, _COPY = 0, 1, 2
@@ -240,7 +239,7 @@ class _Timeline:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur
         if event.ph != "X" or not isinstance(name, str):
             return
-        if cat in _DEVICE:
+        if cat in ON_DEVICE:
             self._add_device(name, cat, begin, length, event.args)
         elif begin is None or length is None:
             return
@@ -322,9 +321,9 @@ class _Timeline:
         own = devices == main
         lasting = own & (length > 0.0)
         origin = float(begin[lasting].min())
-        begin_s, end_s = (begin - origin) * _US, (begin + length - origin) * _US
+        begin_s, end_s = (begin - origin) * MICRO, (begin + length - origin) * MICRO
         warnings += self._unknown(kind, own)
-        origin_s = origin * _US
+        origin_s = origin * MICRO
         if marks is None:
             found = self._iterations(origin, begin_s, end_s, kind, lasting, count, warnings)
             windows, found_by = found
@@ -449,7 +448,7 @@ class _Timeline:
         if not len(self._launched):
             return None
         known, at_us = self._launches()
-        launch_s = np.where(known, (at_us - origin) * _US, np.nan)
+        launch_s = np.where(known, (at_us - origin) * MICRO, np.nan)
         of = np.flatnonzero(computes & known)
         of = of[np.argsort(launch_s[of], kind="stable")]
         over_s = np.concatenate([[-np.inf], np.maximum.accumulate(end_s[of])])
@@ -476,7 +475,9 @@ class _Timeline:
             if marked:
                 return marked, "the profiler's steps"
             marked = tuple(
-                RankIteration(number=number, begin_s=(a - origin) * _US, end_s=(b - origin) * _US)
+                RankIteration(
+                    number=number, begin_s=(a - origin) * MICRO, end_s=(b - origin) * MICRO
+                )
                 for number, (a, b) in sorted(self._gpu_steps.items())
             )
             if marked:
@@ -545,7 +546,7 @@ class _Timeline:
         own: NDArray[Any],
     ) -> tuple[tuple[RankIteration, ...], float]:
         """From marker to marker; and `time.monotonic()` at time 0."""
-        annotations_s = sorted((us - origin) * _US for us in self._iteration_ends_us)
+        annotations_s = sorted((us - origin) * MICRO for us in self._iteration_ends_us)
         if len(annotations_s) != len(marks.annotated_s) or not len(self._launched):
             raise FileError(
                 f"{self._where}: holds {len(annotations_s)} of {len(marks.annotated_s)} iteration "
@@ -555,7 +556,7 @@ class _Timeline:
         known, at_us = self._launches()
         known &= own
         work = GpuWork(
-            launch_s=(at_us[known] - origin) * _US,
+            launch_s=(at_us[known] - origin) * MICRO,
             launch=np.array(self._correlation)[known],
             end_s=end_s[known],
             stream=np.array(self._stream)[known],

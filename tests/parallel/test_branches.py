@@ -627,7 +627,7 @@ def test_explain_lists_what_was_tried():
     assert "measured" in text
     with parallel(linears(5, 6), mode="serial") as fast:
         fast(torch.randn(2, 8))
-        assert fast.explain().startswith("serial on 1 stream(s): asked for")
+        assert fast.explain().startswith("serial on 1 stream: asked for")
 
 
 @pytest.mark.parametrize("name", ["inception", "experts", "ensemble"])

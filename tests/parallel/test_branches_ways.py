@@ -89,7 +89,7 @@ def test_a_new_way_is_one_class_and_one_entry(monkeypatch):
         calls.clear()
         assert torch.equal(fast(x)[0], modules[0](x))
         assert calls == [1]
-        assert "mine on 1 stream(s): asked for" in fast.explain()
+        assert "mine on 1 stream: asked for" in fast.explain()
 
 
 # --- what is kept of those that were tried --------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
 from kilter.core.reasons import Reason
-from kilter.core.units import show_bytes, show_time
+from kilter.core.units import show_bytes, show_count, show_time
 
 FORK_GAIN = 0.03
 """A forked plan must be this much faster than the best unforked one (fraction of its time)."""
@@ -158,9 +158,11 @@ def combined(trials: Sequence[Trial]) -> Reason | None:
 
 def describe(plan: BranchPlan) -> str:
     """A plan as a table for people."""
-    lines = [f"{plan.chosen} on {plan.streams} stream(s): {plan.reason.text} ({plan.label.value})"]
+    way = f"{plan.chosen} on {show_count(plan.streams, 'stream')}"
+    lines = [f"{way}: {plan.reason.text} ({plan.label.value})"]
     if plan.branches:
-        lines.append(f"{plan.branches} branches in {plan.steps} steps")
+        branches = "1 branch" if plan.branches == 1 else f"{plan.branches} branches"
+        lines.append(f"{branches} in {show_count(plan.steps, 'step')}")
     if plan.groups:
         groups = " ".join("{" + ",".join(map(str, g)) + "}" for g in plan.groups)
         lines.append(f"equal branches of the widest step: {groups}")

@@ -70,9 +70,9 @@ class RankResult(msgspec.Struct, frozen=True):
     """What one rank, or some ranks together, saw of a block."""
 
     iteration_s: float
-    """Of the slowest."""
+    """The slowest rank took this."""
     energy_j: float | None
-    """Of all of them; None where one cannot tell."""
+    """All ranks used this together; None where one cannot tell."""
     why_not: str | None
     """Why the block should be done again."""
     refused: str | None

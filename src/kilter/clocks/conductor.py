@@ -136,7 +136,7 @@ class Conductor:
         self._waits_from: Iteration | None = None
         """The iteration at which the last step of the present block was done."""
         self._block_iterations = MOST_ITERATIONS
-        """Of the last order."""
+        """The last order asked for so many."""
         self._left = False
         """This rank has waited too long for the others, and sets nothing any more."""
 
@@ -377,7 +377,7 @@ class GovernorProgram:
         self._refused: str | None = None
         self.book = PairBook()
         self.space: Space | None = None
-        """Once it is known."""
+        """It is None until the device has told it."""
 
     @property
     def choice(self) -> Choice:

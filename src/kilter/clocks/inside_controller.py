@@ -53,7 +53,7 @@ class InsideController(ABC):
         """Why the whole job's clock is governed, for the other ranks."""
         self._off = False
         self._told = False
-        """That the profile is another device's."""
+        """It was said that the profile is another device's."""
         self._keys = IterationKeys()
         self._conducting: Conducting | None = None
         self._search: JointSearch | None = None

@@ -14,9 +14,9 @@ IDLE_PERIODS = 3.0
 LEAST_REFERENCE = 20.0
 """Iterations seen under a setting before the next ones are compared with them."""
 STRETCHES_KEPT = 12
-"""Of which they are kept: blocks, mostly."""
+"""So many stretches (blocks, mostly) are kept."""
 RECENT_PERIODS = 2.2
-"""Compared with the reference."""
+"""So many periods are compared with the reference."""
 
 
 class JobTelemetry:

@@ -231,11 +231,11 @@ class OutsideConductor:
         self._since_s = 0.0
         """From here on all readings belong to it."""
         self._begin_s = 0.0
-        """Of the present block."""
+        """The present block began then."""
         self._usual_s: dict[Setting, float] = {}
         """Iteration time under a setting, as far as seen."""
         self.number = first_number
-        """Of the present block."""
+        """The present block has this number."""
         self.iterations = 0
 
     @property

@@ -19,7 +19,7 @@ LEAST_BLOCK_S = 1.0
 """Settings change at most about once a second: faster switching disturbs collectives
 (NVIDIA/nccl#1551)."""
 MOST_ITERATIONS = 100_000
-"""Of a block; more are not kept."""
+"""A block has at most so many; no more are kept."""
 BLOCK_REPEATS = 2
 """How often a block may be done again before it counts as it is."""
 
@@ -44,15 +44,15 @@ class SearchLeader:
         self._record = record
         self._clock = clock
         self._given_up = given_up
-        self._held_lines = HeldLines()
         """Nothing is set any more, and the governor knows."""
+        self._held_lines = HeldLines()
         self._repeats = 0
-        """Of the present block."""
+        """The present block was run again so many times."""
         self._iteration_s: float | None = None
         self._decided: tuple[str, Setting, str] | None = None
         """What was recorded last."""
         self.order: Order | None = None
-        """That is being executed."""
+        """It is being executed."""
 
     def first(self) -> OrderNote:
         return self._noted(next(self._orders))

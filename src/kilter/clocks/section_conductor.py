@@ -59,7 +59,7 @@ IDLE_STEP_S = 0.05
 WAIT_HOLD_S = 2.0
 """Deadline of the low clock of a wait, renewed while the wait lasts."""
 WAIT_KEY = "wait"
-"""In place of a section's key."""
+"""It stands in the place of a section's key."""
 UNSURE_S = 0.005
 """A marker whose time is less well known counts for nothing: this process had no processor."""
 RATE_WINDOW_S = 1.0
@@ -172,7 +172,7 @@ class SectionConductor:
         self._schedule = NOTHING
         self._arms: tuple[ScheduleArm, ...] = ()
         self._pending: list[_Pending] = []
-        """In order of their time."""
+        """They are in order of their time."""
         self._last: tuple[int, float] | None = None
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         self._calls: deque[float] = deque()
@@ -488,7 +488,7 @@ class _Lines:
         self._program = program
         self._rest = b""
         self._waiting: list[Orders] = []
-        """That came with the first one."""
+        """They came together with the first ones."""
 
     @property
     def number(self) -> int:

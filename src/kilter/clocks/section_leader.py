@@ -106,7 +106,7 @@ class SectionLeader:
         self._watching: Generator[Trials, Outcomes, str] | None = None
         self._trials: Trials = ()
         self._hold: SectionsFound | None = None
-        """To be told next."""
+        """The other ranks are told of it next."""
         self._ahead_s = LEAST_AHEAD_S
         self.posted = False
         self.blocks = 0

@@ -218,9 +218,9 @@ class LowWaits(msgspec.Struct, frozen=True, kw_only=True):
 
     count: int = 0
     low_s: float = 0.0
-    """Of those that are over."""
+    """The waits that are over took this together."""
     sm_clock_hz: float | None = None
-    """Of the last one."""
+    """The last one had this clock."""
     begun_s: float | None = None
     """Of the one that goes on; None: none does."""
 

@@ -49,7 +49,7 @@ class SimulatedRank:
         self._noise = NoiseSource(STEADY, jitter)
         settings = (Setting(), *(level.setting for level in card.levels))
         self._medians = [switch.median_to_s(setting) for setting in settings]
-        """Of one call to each depth."""
+        """One call to each depth takes this in the median."""
 
     def iterate(self, depths: Sequence[int]) -> Seen:
         """One iteration with the rank's stretches at these depths. Sections in the targets' order;
@@ -119,7 +119,7 @@ class SimulatedRanks:
     ) -> None:
         self._offers, self._targets = offers, targets
         self.now_s = 0.0
-        """Of the slowest rank's time."""
+        """The slowest rank has come to this time."""
         self._ranks = [SimulatedRank(offer, targets, card, switch, seed=seed) for offer in offers]
 
     def run(self, trials: Trials) -> Outcomes:

@@ -29,7 +29,7 @@ class RankSite(msgspec.Struct, frozen=True):
     """What a rank has to find on its node."""
 
     folder: str
-    """In which the job was started."""
+    """The job was started in it."""
     script: str | None
     """A file, relative to the folder or absolute; None for a module."""
     endpoint: str

@@ -91,7 +91,7 @@ class Block(Event, frozen=True, kw_only=True):
     setting: Setting
     iterations: int
     iteration_s: float
-    """Median over the block."""
+    """The block's iterations took this in the median."""
     energy_j: float | None
     """Mean per iteration."""
     device_begin_s: float
@@ -208,7 +208,7 @@ class Operated(ClocksInside, frozen=True, kw_only=True):
     times that were measured."""
 
     operations: int
-    """Of the trace that was planned from."""
+    """The trace that was planned from has so many."""
     whole_job_saving: float
     """By one clock for the whole iteration, within the same bound."""
 

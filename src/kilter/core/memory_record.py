@@ -80,7 +80,7 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     plain_iteration_s: float | None
     """Median of iterations with everything kept and without us; None: there were none."""
     iteration_s: float | None
-    """Median of the iterations under the plan."""
+    """The iterations under the plan took this in the median."""
     consumed: int = 0
     """Buckets of gradients that were used up in backward, over all passes."""
     in_force: tuple[int, ...] = ()

@@ -69,7 +69,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     copies: RankTimes
     """Union of copies and memory sets of this GPU alone."""
     collectives: tuple[Collective, ...]
-    """In order of begin."""
+    """They are in the order in which they begin."""
     iterations: tuple[RankIteration, ...]
     found_by: str
     """How the iterations were found, in words."""

@@ -19,7 +19,7 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     taken: Taken
     """`whole job`: one clock for the whole iteration is expected to save more, and is searched."""
     reason: str
-    """In words."""
+    """It says in words why."""
     keys: tuple[str, ...] = ()
     """The sections whose clocks were searched."""
     depths: tuple[tuple[int, ...], ...] = ()
@@ -40,7 +40,7 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     """Step time of the slowest rank over that of the default."""
     time_ratio_ci95: tuple[float, float] | None = None
     energy_ratio: float | None = None
-    """Of all ranks."""
+    """All ranks together use this part of the energy at the default."""
     known: bool = False
     """The clocks were those of an earlier run, and only confirmed."""
     rehearsed: bool = False

@@ -95,11 +95,11 @@ class Activity:
     """How busy the units of a device are: shares, means over the last second or so."""
 
     sm: float | None = None
-    """Of the SMs that run something."""
+    """So many of the SMs run something."""
     dram: float | None = None
-    """Of the memory's bandwidth."""
+    """So much of the memory's bandwidth is used."""
     tensor: float | None = None
-    """Of the cycles in which the tensor pipes work."""
+    """The tensor pipes work in so many of their cycles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class Operation:
     """Qualified module name, optimizer class, or the framework's name of the operation."""
     kind: Kind
     start_s: float
-    """From the beginning of the iteration."""
+    """The iteration begins at 0."""
     duration_s: float
     flops: float | None = None
     bytes_moved: float | None = None

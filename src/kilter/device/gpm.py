@@ -15,7 +15,7 @@ from kilter.core.setting import Activity
 from kilter.device.vendor import VendorLibrary
 
 EVERY_S = 1.0
-"""Between two samples."""
+"""Two samples are this far apart."""
 SM_UTIL, ANY_TENSOR_UTIL, DRAM_BW_UTIL = 2, 5, 10
 """NVML_GPM_METRIC_*: shares of the SMs that are busy, of the tensor pipes' cycles, and of the
 memory's bandwidth, in percent."""

@@ -111,7 +111,7 @@ class RestoreOutcome:
     reason: str
     found: Setting | None = None
     after: Setting | None = None
-    """As far as the vendor tells."""
+    """It is told as far as the vendor tells it."""
     left: tuple[Knob, ...] = ()
     """Knobs that somebody else has changed since, and that were therefore left alone."""
     pid: int | None = None

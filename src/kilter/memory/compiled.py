@@ -57,7 +57,7 @@ class CompiledRegions:
         """The first is the plain one. Empty: not begun."""
         self._saved_bytes = 0
         self._fraction = 1.0
-        """In force."""
+        """It is in force."""
         self._compiling = False
         """In the iteration that ends next everything is compiled anew."""
         self._found = False

@@ -33,7 +33,7 @@ class FirstTensor:
         self._on_gpu = on_gpu
         self._import = after_import("torch", fence(self._arrived))
         self._hooks: dict[int, Any] = {}
-        """By thread, the waiting hook in it."""
+        """Each thread has a waiting hook of its own."""
         self._ended = False
         self._end_around: Callable[[], None] = lambda: None
         self.torch: Any = None

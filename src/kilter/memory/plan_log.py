@@ -26,7 +26,7 @@ class PlanLog:
         self._run = run
         self._refused: set[Reason] = set()
         self._latest: tuple[MemoryPlan, ...] = ()
-        """In force when it was last asked."""
+        """They were in force when it was last asked."""
         self._plans: list[MemoryPlan] = []
         """All that were ever in force, in this order."""
         self._schedules: deque[PlannedPass] = deque(maxlen=1)

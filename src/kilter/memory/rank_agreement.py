@@ -46,7 +46,7 @@ class TurnNote(msgspec.Struct, frozen=True):
     tensors: int
     """Saved in the largest pass."""
     seconds: float | None
-    """Of an iteration; None: not measured."""
+    """An iteration took this; None: it was not measured."""
     why_not: str
     """Why the other way is not measured; empty: it is."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MEASURED = 10
 """Iterations of a turn, whose median counts."""
 TURNS = 3
-"""Of the model's own checkpointing, at most."""
+"""The model's own checkpointing has at most so many."""
 PATIENCE = 64
 """Iterations in which a way has to be tried, planned and measured."""
 HOST_EACH_S = 1e-4
@@ -95,9 +95,9 @@ class RecomputeChoice:
         self._why_not = ""
         """Why the other way was not measured."""
         self._note: TurnNote | None = None
-        """Of this rank, whose turn is over."""
+        """This rank's turn is over, and that is what it has found."""
         self._said = False
-        """To the other ranks, which are not that far."""
+        """The other ranks, which are not that far, were told."""
         self._tensors = 0
         """Saved in the largest pass, by all ranks once they were heard."""
         self.plain_peak_bytes = 0

@@ -87,9 +87,9 @@ class StateAndWeightPolicy:
         offload = weights == "offload"
         self.weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)
         self._iteration_ends = 0
-        """Since something was changed."""
+        """So many have passed since something was changed."""
         self._rooms = 0
-        """That were set for what is missing."""
+        """Room for what is missing was made so many times."""
         self._guessed = False
         """The room was set before anything was known."""
         self.settled = False

@@ -48,7 +48,7 @@ class StateStreaming:
         self._last_s: float | None = None
         """The last iteration end, if the iteration before it ran under a plan that holds."""
         self._times_s: list[float] = []
-        """Of such iterations in a row."""
+        """Such iterations in a row took these."""
 
     @property
     def taken(self) -> float:

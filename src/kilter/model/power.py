@@ -38,7 +38,7 @@ class Power:
     busy_w_per_hz: float
     """The same while a kernel is resident, on top; times V^2 f."""
     joule_per_flop: float
-    """At the floor voltage; times V^2."""
+    """It is this at the floor voltage, and grows with V^2."""
     memory_w_per_hz: float
     """Standing power of the memory per hertz of its clock."""
     joule_per_byte: float

@@ -190,7 +190,7 @@ class _Trace:
         timed = [e for e in events if e.ph == "X" and e.cat in _HOST | ON_DEVICE]
         spans = [e for e in timed if e.possible]
         self.left_out = left_out(Counter(e.name for e in timed if not e.possible))
-        """In words; empty: nothing."""
+        """It names events whose times cannot be; empty: there are none."""
         # The host's clock wins ties so that a parent comes before its first child.
         self._host = sorted(
             (e for e in spans if e.cat in _HOST), key=lambda e: (e.begin, -e.length)

@@ -53,7 +53,7 @@ class SensorRecord:
         self._first_counter_j: float | None = None
         self._last_counter_j: float | None = None
         self.period_s = DEFAULT_PERIOD_S
-        """Between two samples."""
+        """Two samples are this far apart."""
 
     @property
     def latest(self) -> Sample | None:

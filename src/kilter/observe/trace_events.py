@@ -29,7 +29,7 @@ MOST_BYTES = 64 << 30
 MOST_HEAD_BYTES = 64 << 20
 """The keys before the events are decoded as a whole, up to this size."""
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Of events that run on the device."""
+"""Events of these categories run on the device."""
 MOST_US = 2**63 / 1e3
 """Times in nanoseconds have 64 bits."""
 _NAMED = 3

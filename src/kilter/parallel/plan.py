@@ -30,7 +30,7 @@ class Trial:
     mode: str
     streams: int = 1
     seconds: float | None = None
-    """Median time of a call."""
+    """A call takes this in the median."""
     error: float | None = None
     """Largest difference to the float64 reference."""
     bitwise: bool = False
@@ -63,7 +63,7 @@ class BranchPlan:
     serial_error: float | None
     label: Label
     searched: bool = False
-    """As in `Trial`."""
+    """It is as in `Trial`."""
 
     @property
     def trial(self) -> Trial:

@@ -50,7 +50,7 @@ class _Record(msgspec.Struct):
     target: RatioTarget | None = None
     observations: dict[Ratios, Observation] = {}
     cost: JobCost | None = None
-    """That explains them."""
+    """It explains the observations."""
 
 
 class Board:

@@ -71,7 +71,7 @@ class JobStatus(Identity, frozen=True, kw_only=True):
     iteration: int
     elapsed_s: float
     ranks: tuple[RankStatus, ...]
-    """By rank."""
+    """They are in the order of their numbers."""
 
 
 class RatioTarget(msgspec.Struct, frozen=True):
@@ -96,9 +96,9 @@ class JobSummary(msgspec.Struct, frozen=True):
     alone_s: float | None
     alone_source: str | None
     ratios: Ratios | None
-    """By GPU of the machine."""
+    """Each GPU of the machine has one."""
     cost: JobCost | None = None
-    """As fitted so far."""
+    """It is as fitted so far."""
     note: str | None = None
     energy_j: float | None = None
     """The job's part of what the meters of its GPUs have counted."""

@@ -39,7 +39,7 @@ PRELOADED = ("numpy", "torch", COMPILER)
 _EMPTIED = ("__main__", "builtins", "sys")
 """Modules that the interpreter needs to the last."""
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's `malloc.h`."""
+"""It is from glibc's `malloc.h`."""
 _MOST_BYTES = 2**17
 """Of a request: the arguments and the environment of a program."""
 
@@ -49,7 +49,7 @@ class ProcessEnd:
     """How a program came to its end."""
 
     returncode: int
-    """As of `subprocess`: negative for a signal."""
+    """It is as in `subprocess`: negative for a signal."""
     peak_bytes: int
 
 

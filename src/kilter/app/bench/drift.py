@@ -41,7 +41,7 @@ examples:
 
 BLOCK_ITERATIONS = 5
 BLOCK_S = 2.0
-"""Of a real job: the least (`search_leader.SENSOR_PERIODS`)."""
+"""A block of a real job takes at least this (`search_leader.SENSOR_PERIODS`)."""
 HELD_SETTING = Setting(sm_clock_hz=1200.0 * MHZ)
 SLOWDOWN, SAVING = 0.03, 0.20
 
@@ -52,9 +52,9 @@ class HoldChange:
 
     name: str
     job: float = 1.0
-    """On the time and energy of each iteration, under any setting."""
+    """The time and energy of each iteration are multiplied by it, under any setting."""
     setting: float = 1.0
-    """On the time under the held setting."""
+    """The time under the held setting is multiplied by it."""
     always: bool = False
     """From the beginning of the hold: nothing changes in it."""
 
@@ -79,7 +79,7 @@ class DriftRow:
     blocks: int
     """In all, each hold until its first alarm."""
     false_alarms: int
-    """Before anything had changed."""
+    """Alarms came before anything had changed."""
     quiet_h: float
     """Until the change or a false alarm, with blocks of `BLOCK_S`."""
     noticed: int

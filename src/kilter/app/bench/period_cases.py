@@ -52,9 +52,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     begin_s: float
     """When it changes; `inf` for a job that stays as it is."""
     period_s: float
-    """Of the iterations before."""
+    """The iterations before the change took this."""
     after_s: float
-    """Of the iterations after."""
+    """The iterations after the change take this."""
 
 
 class _Job:

@@ -57,7 +57,7 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     most_notes: float
     """The same as `rank0_notes` of the rank with most of them."""
     all_notes: float
-    """Of all ranks together."""
+    """All ranks together post, read and drop so many."""
     rank_notes: float
     """The same of the usual rank: the median."""
     rank_looks: float

@@ -69,7 +69,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str
     name: str
     power_limit_w: float | None
-    """Now."""
+    """The limit is this now."""
     baseline: GpuBaseline | None
     agrees: bool
     text: str

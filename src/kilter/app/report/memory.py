@@ -430,7 +430,7 @@ class Timeline:
     problem: Problem
     schedule: Schedule
     starts_s: tuple[float, ...]
-    """Of each operation."""
+    """Each operation starts then."""
     end_s: float
     before_bytes: tuple[int, ...]
     after_bytes: tuple[int, ...]

@@ -27,7 +27,7 @@ class OperationEnergy:
     energy_j: float
     share: float
     duration_s: float
-    """In the trace, on its timeline."""
+    """It takes this long on the trace's timeline."""
     flops: float | None
     bytes_moved: float | None
     intensity_flop_per_byte: float | None

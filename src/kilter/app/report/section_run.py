@@ -39,7 +39,7 @@ class SectionsReport(msgspec.Struct, frozen=True, kw_only=True):
     left_out: int
     edges: int
     edge_error_p95_s: float | None
-    """Of the worst rank."""
+    """The worst rank's errors are within this in 95 % of the edges."""
     restored: bool | None
     """None: no conductor ran, or the record has no end."""
     search: SectionsFound | None

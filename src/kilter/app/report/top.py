@@ -41,10 +41,10 @@ class Now:
     """A run as it stands. `ranks` must not be empty."""
 
     report: Report
-    """As far as the record goes."""
+    """It covers the record as far as that goes."""
     ranks: Sequence[Rank]
     silent_s: float
-    """Since the last line was written."""
+    """The last line was written so long ago."""
 
     @property
     def state(self) -> str:

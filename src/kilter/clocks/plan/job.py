@@ -138,7 +138,7 @@ class Forecast:
     """Expected improvement of the log objective over the best accepted so far, times the
     probability that its test says so, less the price of the test."""
     pairs: int
-    """Of the test that promises most."""
+    """The test that promises most takes so many."""
     known: bool
     """Probed, or as well known by what was probed beside it: a probe of its own tells no more."""
 

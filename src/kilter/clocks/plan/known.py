@@ -52,7 +52,7 @@ class PairBook:
         self._held = False
         self.baseline: list[BlockOutcome] = []
         self.readings: Sequence[Sample] = ()
-        """Of the sensors, under the baseline."""
+        """The sensors showed this under the baseline."""
         self.trace: IterationTrace | None = None
         """One iteration, where it is on record."""
 

@@ -45,7 +45,7 @@ class PausePlan(msgspec.Struct, frozen=True, kw_only=True):
     """For one GPU."""
 
     sm_clock_hz: float
-    """In long pauses."""
+    """The clock is this in long pauses."""
     after_s: float
     """A pause has to have lasted so long."""
     return_s: float

@@ -67,7 +67,7 @@ class Pipelined(msgspec.Struct, frozen=True, kw_only=True):
     """A clock for every unit."""
 
     levels: tuple[int, ...]
-    """By unit; 0 is the highest clock."""
+    """Each unit has one; 0 is the highest clock."""
     iteration_s: float
     energy_j: float
 

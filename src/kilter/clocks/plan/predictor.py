@@ -83,13 +83,13 @@ class Tree(msgspec.Struct, frozen=True):
 
     column: tuple[int, ...]
     threshold: tuple[float, ...]
-    """At most this goes left."""
+    """Values up to this go left."""
     missing_left: tuple[bool, ...]
     left: tuple[int, ...]
     """0: the node is a leaf."""
     right: tuple[int, ...]
     value: tuple[float, ...]
-    """Of a leaf."""
+    """A leaf predicts this."""
 
     def flaw(self, columns: int) -> str | None:
         """What makes this no tree; None if it is one."""

@@ -31,7 +31,7 @@ class PlannedOperations(msgspec.Struct, frozen=True, kw_only=True):
     """Of an offer whose stretches are of operations: the plan, which is only to be confirmed."""
 
     depths: tuple[int, ...]
-    """Of each stretch."""
+    """Each stretch has one."""
     whole_job_saving: float
     """Share of the energy that one clock for the whole job saves by the same tables."""
 

@@ -51,7 +51,7 @@ WAITING = 0.1
 """A rank waits if this share of the section's length passes before the others arrive."""
 
 Depths = tuple[tuple[int, ...], ...]
-"""By section, by rank."""
+"""Each section has one for each rank."""
 
 
 class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):

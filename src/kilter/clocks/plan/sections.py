@@ -52,9 +52,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     presence: float
     """Share of the iterations that have it."""
     start_s: float
-    """Median, from the beginning of the iteration."""
+    """The median start is this, counted from the beginning of the iteration."""
     length_s: float
-    """Median."""
+    """The median length is this."""
     length_p5_s: float
     length_p95_s: float
     exposed_s: float
@@ -64,7 +64,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     gap_s: float
     """Median time to the next section, or to the end of the iteration."""
     gap_compute_s: float
-    """Median time of computation in it."""
+    """Computation takes this much of it in the median."""
     covers: tuple[Cover, ...] = ()
     """Computation before the section that has slack, from the latest to the earliest."""
 

@@ -20,7 +20,7 @@ from kilter.core.label import Label
 DISTINCT = 5.0
 """Two clocks can be told apart if their kernels differ by so many standard deviations."""
 LEAST_KERNELS = 3
-"""On both sides of a change."""
+"""Both sides of a change have at least so many."""
 
 
 class CallTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     """From the marker; below zero where it leaves before the marker."""
     lead_s: float
-    """From the command to the edge."""
+    """The command leaves this long before the edge."""
     hold_s: float
     """Deadline of the low clock; of no use for `up`."""
 

@@ -81,9 +81,9 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     stretch: float
     """Time of computation over that by default, at most: as if no kernel waited for memory."""
     down: Latency | None = None
-    """Of the switch to this clock; None: as of all clocks."""
+    """The switch to this clock takes this; None: as all clocks do."""
     up: Latency | None = None
-    """Of the switch back from it."""
+    """The switch back from it takes this; None: as all clocks do."""
 
     @property
     def setting(self) -> Setting:
@@ -100,7 +100,7 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     up: Latency
     computing_w: float
     waiting_w: float
-    """In communication, at the default clock."""
+    """The device draws this in communication, at the default clock."""
     calls_per_s: float = CALLS_PER_S
 
     def level_of(self, stretch: LowStretch) -> Level:

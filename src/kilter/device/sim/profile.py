@@ -143,7 +143,7 @@ class Profile:
 
     schema: str
     name: str
-    """As in `sim:NAME`."""
+    """The command line has it as in `sim:NAME`."""
     title: str
     memory_bytes: int
     sleep_after_s: float

@@ -65,7 +65,7 @@ class Client:
     user: User
     program: str = ""
     number: int = 0
-    """Of the last request."""
+    """The last request had this number."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class Service:
         self._surveyed_s = -math.inf
         self._survey_turn = asyncio.Lock()
         self._connections: dict[int, int] = {}
-        """By user."""
+        """Each user has so many open."""
         self._buckets: dict[int, RateBucket] = {}
         self._users: dict[int, tuple[float, User]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -22,7 +22,7 @@ class Holders(NamedTuple):
     """How many hold a tensor and its storage."""
 
     tensor: int
-    """From C++, beside the one Python object."""
+    """So many hold it from C++, beside the one Python object."""
     storage: int
     storage_object: int
     """Python's references to the storage."""

@@ -112,7 +112,7 @@ class _Mapped:
         if failed:
             raise HostMemoryError(f"the device does not reach host memory (CUDA: {failed})")
         self.address = address.value
-        """By which the device knows it."""
+        """The device knows the memory by it."""
         when_gone(self, _unregister, host, device, limit)
 
 
@@ -151,7 +151,7 @@ class Cuda:
         self._out = out
         self._in = back
         self._registered: dict[int, torch.Tensor] = {}
-        """By address."""
+        """It is kept by address."""
         self._mapped: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
         """By address: what has become part of the device's memory."""
 

@@ -44,7 +44,7 @@ class StateInBuckets:
         """In the order in which their gradients arrive; none where the optimizer cannot be run
         bucket by bucket."""
         self.bucket_of: dict[int, int] = {}
-        """By parameter."""
+        """Each parameter is in the bucket of this number."""
         self.streams = False
         self.room_bytes: int | None = None
         """What the plan was made for."""
@@ -118,7 +118,7 @@ class GovernedOptimizer:
         self.told = False
         """Whether `changed` was last called while gradients were consumed."""
         self.followed: list[Followed] = []
-        """In the order in which gradients arrive."""
+        """They are in the order in which gradients arrive."""
         self.group_of = {
             id(p): index
             for index, group in enumerate(optimizer.param_groups)

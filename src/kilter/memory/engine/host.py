@@ -47,7 +47,7 @@ class HostPool:
         self._free: list[HostBlock] = []
         """The one that has been free for the longest time first."""
         self.taken_bytes = 0
-        """By all blocks."""
+        """All blocks take this together."""
         self._used_bytes = 0
         self._most_used_bytes = 0
 

@@ -98,7 +98,7 @@ class PassKind:
 
 
 Kinds = dict[tuple[int, ...], PassKind]
-"""By their events."""
+"""A kind is known by its events."""
 
 
 class PassKinds:

@@ -426,12 +426,12 @@ class _Intervals:
         self._to_host = to_host
         self._recompute = recompute
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
-        """By tensor, the segment that makes it."""
+        """The segment makes the tensor of this number."""
         self._read: set[int] = set()
         """Tensors that a segment reads of its own call, but for casts of weights. Their recipes may
         read what the segment makes."""
         self._index: dict[int, int] = {}
-        """By tensor, its interval."""
+        """The tensor of this number has that interval."""
         self.intervals: list[IdleInterval] = []
         self.numbers: list[int] = []
         """For each interval its tensor, or the first of them."""

@@ -98,7 +98,7 @@ class Rules(NamedTuple):
 
     name: str
     full_name: str
-    """With the namespace and the overload."""
+    """It has the namespace and the overload."""
     looks: bool
     """It only gives another view of its argument."""
     ends: str
@@ -165,7 +165,7 @@ class Step(NamedTuple):
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """With a `Ref` for each tensor."""
+    """A `Ref` stands for each tensor."""
     reads: frozenset[int]
     writes: frozenset[int]
     makes: tuple[tuple[int, int], ...]
@@ -173,7 +173,7 @@ class Step(NamedTuple):
     generator: torch.Generator | None
     """The one that it draws from."""
     state: torch.Tensor | None
-    """Of the generator, before."""
+    """The generator was in this state before."""
     refused: bool
 
     def again(self, bases: dict[int, torch.Tensor]) -> None:
@@ -326,7 +326,7 @@ class OperationRecorder(CallRecorder):
         self._blank: set[int] = set()
         """Storages that were not set since they were made."""
         self._reads: set[int] = set()
-        """Of the step that is being noted."""
+        """The step that is being noted reads these."""
 
     @property
     def position(self) -> int:

@@ -92,7 +92,7 @@ class ModuleCall:
         self.parameters: list[HeldSource] = []
         """What it reads in place, since autograd saved it as well."""
         self._sources: dict[int, Source] = {}
-        """By storage, all that it reads."""
+        """It reads all of these; each is known by its storage."""
         self._rerun: recording.Rerun | None = None
         self._made_bytes = 0
         self.members: list[weakref.ref[Saved]] = []

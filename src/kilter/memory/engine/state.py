@@ -88,7 +88,7 @@ class Visits(NamedTuple):
     at: tuple[int, ...]
     """Operations of the pass in which their last gradients arrive."""
     plan: StatePlan | None
-    """By which they stream now."""
+    """They stream by it now."""
 
 
 class StateMover(AbstractContextManager["StateMover"]):

@@ -78,7 +78,7 @@ class StateBucket:
         self.streamed = False
         self.where = Where.RESIDENT
         self.size_bytes = 0
-        """Of the state that can be offloaded."""
+        """The state that can be offloaded takes this."""
         self.parts: list[StateTensor] = []
         self.without: list[torch.nn.Parameter] = []
         """Members that have no state yet."""

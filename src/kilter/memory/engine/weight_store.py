@@ -87,7 +87,7 @@ class WeightStore:
         self.stream: Any = None
         """The stream on which the program's modules issue their work."""
         self.weights: dict[int, MovedWeight] = {}
-        """By parameter."""
+        """Each is known by the identity of its parameter."""
         self.offloaded = 0
         """Parameters that are `OffloadedParameter`."""
         self.offloaded_bytes = self.most_offloaded_bytes = 0

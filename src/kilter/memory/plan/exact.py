@@ -166,7 +166,7 @@ class _Scaled:
         self.size = np.array([j.size_bytes for j in intervals]) * byte
         self.cost = np.array([(j.recompute_s or 0.0) for j in intervals]) * self.second
         self.possible = np.array([recompute and j.recompute_s is not None for j in intervals])
-        """To recompute."""
+        """They can be recomputed."""
         self.to_host = np.array([j.to_host for j in intervals], dtype=float)
         self.after = np.array([j.after for j in intervals])
         self.before = np.array([j.before for j in intervals])

@@ -25,7 +25,7 @@ class Waiting:
     out_s: float = 0.0
     """Before memory could be given up: copies to the host."""
     in_s: Mapping[int, float] = field(default_factory=dict)
-    """For each interval that was loaded."""
+    """Each interval that was loaded has its own."""
 
     @property
     def total_s(self) -> float:

@@ -103,7 +103,7 @@ class _Channels:
         self._link = link
         self._record = record
         self._now_s = 0.0
-        """Up to here transfers are accounted for."""
+        """Transfers are accounted for up to here."""
         self._span_s = self._event_s = math.inf
         """From there to the next event, and when that is."""
         self._factor = 1.0

@@ -526,13 +526,13 @@ class _Pass:
         self._job, self.loader = job, loader
         self._own: Iterator[Any] = iter(())
         self._share: Share | None = None
-        """Once the pass is divided."""
+        """It is None until the pass is divided."""
         self.forwards = self.backwards = self.trained = self.stepped = 0
         """Passes of models, to train them, on its batches; batches after which there was a backward
         pass, or a step, before the next batch was drawn."""
         self._before = 0, 0
         self.samples = 0
-        """Of the latest batch."""
+        """The latest batch has so many."""
         self.iterator: Callable[[], object] = lambda: None
         """What the script iterates over, if it has it still."""
         self._number = 0

@@ -390,7 +390,7 @@ OTHER_VARIABLES = (
     "KILTER_TEST_NVML",
     "KILTER_TEST_ALL_LINES",
 )
-"""Of the environment, besides those of the options."""
+"""They are read from the environment, besides those of the options."""
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from kilter.session.simulated_job import SimulatedSource
 WAIT_S = 0.15
 """For data, at the end of an iteration."""
 COMPUTE_S = 1.0
-"""Of an iteration at the default clocks; the batch is made as large as that takes."""
+"""An iteration takes this at the default clocks; the batch is made as large as that takes."""
 
 
 def training_trace(workload: str, wait_s: float = WAIT_S) -> IterationTrace:

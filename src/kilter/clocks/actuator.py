@@ -12,7 +12,7 @@ from kilter.lease.lease import Lease
 from kilter.observe.sensor_record import DEFAULT_PERIOD_S, SensorRecord
 
 RECENT_S = 5.0
-"""Of readings that tell the class of a job: less than the warm-up at the default takes."""
+"""Readings so recent tell the class of a job; the warm-up at the default takes longer."""
 LOW_SETTING_HOLD_S = 60.0
 HOLD_ITERATIONS = 5
 """Deadline of a low setting, renewed as long as iterations end: the longer of the two."""

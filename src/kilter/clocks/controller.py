@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the profiler window, are over by then."""
 FALLBACK_SENSOR_PERIOD_S = 0.1
-"""Of a device that does not say how often its sensors change."""
+"""It is taken for a device that does not say how often its sensors change."""
 SEED = 0
 
 

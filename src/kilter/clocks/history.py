@@ -35,7 +35,7 @@ VERSION = 1
 BUSY_S = 2.0
 """How long another process's transaction is waited for; one takes milliseconds."""
 KEPT_RUNS = 50
-"""Of one job: a job that runs every hour must not fill a disk over the years."""
+"""One job has at most so many: one that runs every hour must not fill a disk over the years."""
 MOST_HISTORY_BYTES = 1 << 30
 
 _SCHEMA = """\

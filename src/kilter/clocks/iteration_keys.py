@@ -17,7 +17,7 @@ from kilter.observe.stream_marker import StreamMarker
 CHANGED_ITERATIONS = 3
 """So many iterations in a row with another key are a change of the sequence."""
 MARKS_KEPT = 1024
-"""Of as many iteration ends the time is remembered, for the windows."""
+"""The times of so many iteration ends are remembered, for the windows."""
 
 
 class IterationKeys:

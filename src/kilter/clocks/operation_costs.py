@@ -17,7 +17,7 @@ from kilter.device.sim.work import CLOCKLESS, cost_of, work_of
 from kilter.model.power import LEAKAGE_AT_C, capped_clock
 
 ClockPair = tuple[float | None, float | None]
-"""Of the SMs, and of the memory; None: the default."""
+"""The clock of the SMs, and that of the memory, are a pair; None: the default."""
 MOST_PAIRS = 30
 """Clock pairs that are planned with: more cost time and save no more."""
 

@@ -37,7 +37,7 @@ FIRST_LOOK_S = 10.0
 LOOK_FACTOR = 1.4
 """How much longer the recording is at each further look for a period."""
 MOST_OBSERVED_S = 1200.0
-"""Of the past that is looked at: enough for iterations of most of a minute."""
+"""So much of the past is looked at: enough for iterations of most of a minute."""
 TELL_SHORT_S = 30.0
 TELL_APERIODIC_S = 120.0
 """When to say that no period is seen so far: an iteration that is too short shows soon."""
@@ -227,7 +227,7 @@ class OutsideConductor:
         self._idle = idle
         self._rhythm = steady
         self._setting: Setting | None = None
-        """That was asked for last; its open knobs are as found."""
+        """It was asked for last; its open knobs are as found."""
         self._since_s = 0.0
         """From here on all readings belong to it."""
         self._begin_s = 0.0

@@ -12,9 +12,9 @@ from kilter.core.pace import Pace
 from kilter.core.setting import Setting, changes
 
 LEAST_ITERATIONS = 5
-"""Of a block: its median has to survive an outlier or two."""
+"""A block has at least so many: its median has to survive an outlier or two."""
 SENSOR_PERIODS = 20
-"""Of a block: a mean power from fewer readings is worth little."""
+"""A block lasts so many: a mean power from fewer readings is worth little."""
 LEAST_BLOCK_S = 1.0
 """Settings change at most about once a second: faster switching disturbs collectives
 (NVIDIA/nccl#1551)."""

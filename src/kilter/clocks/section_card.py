@@ -16,7 +16,7 @@ from kilter.model.power import LEAKAGE_AT_C
 LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""
 LEAST_MEMORY_SHARE = 0.5
-"""Of the highest memory clock. Lower ones are for idle GPUs, and allow few SM clocks."""
+"""Clocks below this share of the highest memory clock are for idle GPUs, with few SM clocks."""
 
 
 def card_of(

@@ -53,7 +53,7 @@ it, a late look delays only the commands that are due at once."""
 FINE_STEP_S = 0.0002
 """The same about the time at which a marker without a time is expected."""
 NEAR_SHARE = 0.05
-"""That is so near to it, in lengths of an iteration, but at least two steps."""
+"""So many lengths of an iteration, but at least two steps, are near to that time."""
 IDLE_STEP_S = 0.05
 """How often the marker is looked at while there are no commands, and only long waits matter."""
 WAIT_HOLD_S = 2.0

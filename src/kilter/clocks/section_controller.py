@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kilter.clocks.section_plan import RankPlan
 
 UNKNOWN_SENSOR_PERIOD_S = 1.0
-"""Of a device that does not say: as slow as a power that is averaged over a second."""
+"""A device that does not say is taken to be as slow as a power averaged over a second."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
 

@@ -42,7 +42,7 @@ LEAST_AHEAD_S = 0.3
 """How far ahead of its first iteration an order is given: three looks of every rank."""
 MOST_AHEAD_S = 10.0
 WATCHED_SHARE = 0.01
-"""Of the iterations after the search: run at the default, to see whether the bound still holds."""
+"""This share of iterations runs at the default, to see whether the bound still holds."""
 
 
 class TryBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):

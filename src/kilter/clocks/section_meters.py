@@ -53,7 +53,7 @@ class SimulatedMeter:
         self._now = depths
         self._arms: list[tuple[int, Sequence[int]]] = []
         self._seen: deque[tuple[int, Seen]] = deque(maxlen=KEPT_ITERATIONS)
-        """With the iteration end that each began with."""
+        """Each stands with the iteration end that it began with."""
 
     def follow(self, now: Sequence[int], arms: Arms) -> None:
         """The same as to a conductor."""

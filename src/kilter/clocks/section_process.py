@@ -222,7 +222,7 @@ class LowWaits(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_hz: float | None = None
     """The last one had this clock."""
     begun_s: float | None = None
-    """Of the one that goes on; None: none does."""
+    """The wait that goes on began then; None: there is none."""
 
     def after(self, command: Commanded) -> LowWaits:
         """With one more line of the log."""

@@ -180,7 +180,7 @@ class Sectioned(ClocksInside, frozen=True, kw_only=True):
     windows: int
     """Windows of the profiler so far."""
     collectives: int | None
-    """Of one iteration, by the numbers of the process groups; None: they do not count."""
+    """One iteration has so many, by the numbers of the process groups; None: they do not count."""
     edges: int = 0
     """Commands whose real edge was seen in a window."""
     edge_error_p50_s: float | None = None
@@ -189,9 +189,9 @@ class Sectioned(ClocksInside, frozen=True, kw_only=True):
     edge_bias_s: float | None = None
     """Median of expected minus real: below zero, the commands come early."""
     window_iteration_s: float | None = None
-    """Of the iterations in the last window: their mean."""
+    """The iterations in the last window took this in the mean."""
     iteration_s: float | None = None
-    """Of the program's last ones: the median. Shorter where its host pays for the profiler."""
+    """The program's last ones took this in the median; those in a window may take longer."""
     window_cost_s: float = 0.0
     """What the windows have taken of the program's time."""
     key_cost_s: float = 0.0
@@ -255,7 +255,7 @@ class Stopped(Event, frozen=True, kw_only=True):
     no_trace: str | None = None
     """Why the operations of an iteration were not recorded."""
     energy_j: float | None = None
-    """Of the device over the whole run, with all that is not an iteration."""
+    """The device used this over the whole run, with all that is not an iteration."""
     unseen: str | None = None
     """Why no iteration was seen, and what to do about it; None if one was."""
 

@@ -60,11 +60,11 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     throttled: float | None = None
     """Share of the readings that name a limit of power, temperature or hardware."""
     flop_per_s: float | None = None
-    """Of the whole iteration, as the trace counts its FLOPs."""
+    """The whole iteration runs at this rate, as the trace counts its FLOPs."""
     bytes_per_s: float | None = None
     """The same of the bytes that its operations move."""
     kernels_per_s: float | None = None
-    """Of the trace, as `TraceFeatures` has it; so are the next two."""
+    """It is the trace's, as `TraceFeatures` has it; so are the next two."""
     host_gap: float | None = None
     exposed_communication: float | None = None
 

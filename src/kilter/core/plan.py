@@ -136,7 +136,7 @@ class Effect:
 class SetClocks:
     setting: Setting
     effect: Effect
-    """Of the whole plan: settings of several role groups are judged together."""
+    """The whole plan has it: settings of several role groups are judged together."""
     reason: str
     role: str = ""
     """The role group that it is for; all ranks if empty."""

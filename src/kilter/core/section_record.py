@@ -25,9 +25,9 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     depths: tuple[tuple[int, ...], ...] = ()
     """By section and rank: places in the lists of clocks, from 1; 0 is the default."""
     clocks_hz: tuple[float | None, ...] = ()
-    """Of the SMs at each depth: the first one is that of depth 1. None: as found."""
+    """The first one is the SMs' clock at depth 1, and so on. None: as found."""
     memory_clocks_hz: tuple[float | None, ...] = ()
-    """With it; None: as found. Empty: as found at every step."""
+    """The memory has these with them; None: as found. Empty: as found at every step."""
     sections_saving: float | None = None
     """Expected from the plan before the search, of the job's energy."""
     whole_job_saving: float | None = None

@@ -57,9 +57,9 @@ class Operation:
 
 
 MAX_DURATION_S = 86_400.0
-"""Of an iteration, and so of an operation: a day."""
+"""An iteration, and so an operation, takes at most a day."""
 MAX_KERNELS = 10**7
-"""Of one operation; a whole iteration has some ten thousand."""
+"""One operation has at most so many; a whole iteration has some ten thousand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
 """How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
 MAX_JOURNAL_BYTES = 64 * 2**10
-"""Of a journal; a kilter's own is a hundredth of it."""
+"""A journal has at most this size; a kilter's own has a hundredth of it."""
 CLOCK_STEP_HZ = 16 * MHZ
 """A little more than a step of an observed clock (15 MHz on NVIDIA)."""
 BUSY = 0.5
@@ -61,13 +61,13 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     schema: Literal["kilter.lease/1"] = "kilter.lease/1"
     uuid: str
     backend: str
-    """With the UUID, what it takes to open the device in another process."""
+    """It is what it takes, with the UUID, to open the device in another process."""
     boot_id: str
     pid: int
     start_ticks: int
-    """With the pid, one process and no later one of that number."""
+    """With the pid it names one process, and no later one of that number."""
     nonce: str
-    """Of one watcher: another one in here means that the job no longer counts on it."""
+    """It names one watcher: where another one stands here, the job no longer counts on it."""
     found: Setting
     before: Setting
     """In force until `last` was asked for: a kill may come before it was."""
@@ -115,7 +115,7 @@ class RestoreOutcome:
     left: tuple[Knob, ...] = ()
     """Knobs that somebody else has changed since, and that were therefore left alone."""
     pid: int | None = None
-    """Of the job that wrote the journal, or holds the GPU."""
+    """This job wrote the journal, or holds the GPU."""
 
     @property
     def restored(self) -> bool:

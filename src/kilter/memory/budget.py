@@ -79,7 +79,7 @@ class PlainIterations:
         self._times = times
         self._thread = threading.get_ident()
         self._left: int | None = None
-        """That are still to come; None: not begun."""
+        """So many are still to come; None: not begun."""
         self.peak_bytes = 0
         """As the allocator has seen it; 0: not measured."""
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 MARGIN = 0.03
-"""Of the room for a piece, left free: what is measured at one size is a little off at another."""
+"""This share of a piece's room is left free: other sizes differ a little from the one measured."""
 
 
 class divided:  # noqa: N801

@@ -109,7 +109,7 @@ class GovernedJob:
             within_bytes=unplanned_bytes,
         )
         self._building: RecorderBuild | None = None
-        """Of the recorder for calls, once it is wanted."""
+        """It builds the recorder for calls, once that is wanted."""
         self._policy: StateAndWeightPolicy | None = None
         """None: gradients, state and weights stay."""
         self._stopped = False

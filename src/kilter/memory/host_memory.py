@@ -17,7 +17,7 @@ from kilter.core.units import show_bytes
 _UNLIMITED = 2**60
 """Version 1 of cgroups says "no limit" with a huge number."""
 DEFAULT_SHARE = 0.5
-"""Of what the host can give, what the processes of the job may use together if nobody says."""
+"""The job's processes may use this share of what the host can give, if nobody says."""
 LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 """How many processes of the job share the host, as launchers say in the environment."""
 

@@ -20,9 +20,9 @@ class IterationTimes:
         self._durations_s: dict[int, deque[float]] = {}
         """By iteration end, where the duration of the iteration that it ends belongs."""
         self.plain_s: deque[float] = deque(maxlen=64)
-        """Of iterations with everything kept and without the engine."""
+        """Iterations with everything kept, and without the engine, took these."""
         self.planned_s: deque[float] = deque(maxlen=512)
-        """Of iterations under a plan from their begin to their end."""
+        """Iterations that were under a plan from their begin to their end took these."""
 
     def was_plain(self) -> None:
         """The iteration that ends here ran without the engine."""

@@ -75,7 +75,7 @@ class OwnCheckpointing:
         self.why_not = ""
         """What the program can do about it that no model was found; empty: nothing."""
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
-        """Of each attribute that is set: the value, and what stood in its place."""
+        """Each attribute that is set stands here with its value and what stood in its place."""
         self._again: list[Any] = []
         """Hooks by which sharded modules run again as they ran before."""
 

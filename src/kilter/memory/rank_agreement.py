@@ -42,7 +42,7 @@ class TurnNote(msgspec.Struct, frozen=True):
     models: str
     """Those with checkpointing of their own."""
     share: float
-    """Of their blocks, how many are to be checkpointed."""
+    """This share of their blocks is to be checkpointed."""
     tensors: int
     """Saved in the largest pass."""
     seconds: float | None

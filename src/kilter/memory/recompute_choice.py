@@ -90,7 +90,7 @@ class RecomputeChoice:
         """What the engine knows of the passes of ways whose turn it is not."""
         self._each_s = HOST_EACH_S
         self._share = 1.0
-        """Of its blocks, how many the model's own checkpointing is to cover."""
+        """The model's own checkpointing is to cover this share of its blocks."""
         self._left = PATIENCE
         self._why_not = ""
         """Why the other way was not measured."""
@@ -101,7 +101,7 @@ class RecomputeChoice:
         self._tensors = 0
         """Saved in the largest pass, by all ranks once they were heard."""
         self.plain_peak_bytes = 0
-        """With everything kept, and the model's own checkpointing off."""
+        """It was seen with everything kept, and the model's own checkpointing off."""
         self.words = ""
         """What came of it, in a sentence; empty: not decided."""
 

@@ -43,7 +43,7 @@ STAY = "gradients and optimizer state stay"
 SLACK = 0.1
 """More state is offloaded than is missing, by this share of it: buckets are whole."""
 COSTS = 0.01
-"""Of the iteration: a plan for activations that costs no more is left alone."""
+"""A plan for activations that costs no more of the iteration than this is left alone."""
 KNOWN_PASSES = 2
 """Passes of one kind after which its levels are known: the first makes gradients and state."""
 PAUSE = 3

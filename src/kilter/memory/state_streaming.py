@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kilter.memory.plan.problem import Link, Problem
 
 SPARE_SHARE = 0.01
-"""Of the budget, what is left when state is shared out: levels come out a little different."""
+"""This share of the budget stays free of state: levels come out a little different."""
 JUDGED_ITERATIONS = 6
 """Iterations by whose median a plan with streaming state is held against the one before."""
 

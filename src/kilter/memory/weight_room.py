@@ -42,7 +42,7 @@ class WeightRoom:
         self.kept = False
         """Memory was needed from weights, and they may not be offloaded."""
         self._asked_bytes = 0
-        """That are to be on the host at the end of forward."""
+        """So much is to be on the host at the end of forward."""
         self.mover: WeightMover | None = None
         self.report: WeightReport | None = None
         """How it stood at the last iteration end."""

@@ -30,7 +30,7 @@ class Roofline:
     """The speed of one device. Everything is positive and finite."""
 
     flops_per_cycle: float
-    """Of the whole device per SM clock cycle, sustained by large matrix products."""
+    """The whole device does so many per SM clock cycle, sustained by large matrix products."""
     bytes_per_memory_cycle: float
     """What the memory delivers per cycle of the memory clock that the vendor names."""
     bytes_per_sm_cycle: float

@@ -33,7 +33,7 @@ class Marker:
         self._memory = mmap.mmap(self.file.number, mmap.PAGESIZE)
         self._words = memoryview(self._memory).cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        """Of the page, whose first eight bytes are the number."""
+        """The page is there; its first eight bytes are the number."""
 
     @property
     def last(self) -> int:

@@ -139,7 +139,7 @@ class Window:
         self._annotations = _Annotations(self._fence)
         self._outside = _Outside(marks, run)
         self._lock = threading.RLock()
-        """Between a thread that prepares our profiler and one that wants none of it."""
+        """It stands between a thread that prepares our profiler and one that wants none of it."""
         self._worker: threading.Thread | None = None
 
     def start(self) -> None:

@@ -48,7 +48,7 @@ class SensorRecord:
         """Held while the lists change or are copied."""
         self._methods: set[str] = set()
         self._compared_j = [0.0, 0.0]
-        """Of the energies handed out that both witnesses know: by the counter, by the integral."""
+        """Energies that both witnesses know sum up to these: by the counter, by the integral."""
         self._integral_j: float | None = None
         self._first_counter_j: float | None = None
         self._last_counter_j: float | None = None

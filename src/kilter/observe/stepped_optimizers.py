@@ -74,7 +74,7 @@ class SteppedOptimizers:
         self._devices: dict[int, Any] = {}
         """id(optimizer) -> the CUDA device of its parameters, or None."""
         self._shapes: list[str] = []
-        """Of the parameters that are stepped here, with their types."""
+        """They are those of the parameters that are stepped here, with their types."""
 
     @property
     def role(self) -> str:

@@ -192,7 +192,7 @@ def _seconds(trial: Trial) -> float:
 
 
 BRANCH_SHARE = 0.05
-"""Of the work of a region: less is no branch of its own."""
+"""A branch has at least this share of its region's work."""
 
 
 def find_regions(

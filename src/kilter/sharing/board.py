@@ -37,7 +37,7 @@ _STEPS_TO_OBSERVE = 3
 _MOST_SPREAD = 0.3
 """A run-alone time that the time model knows worse than this is not told."""
 _STEPS_ALONE = 30
-"""Of a job alone on the machine, for its run-alone time."""
+"""A job alone on the machine has so many, for its run-alone time."""
 
 
 class _Record(msgspec.Struct):

@@ -122,7 +122,7 @@ class Summary(msgspec.Struct, frozen=True):
     clocks: str | None = None
     """What the clocks of the GPUs are, and why; None if nobody looks after them."""
     unshared_energy_j: float = 0.0
-    """Of that, what was used while no job had a process on the GPU."""
+    """So much of that was used while no job had a process on the GPU."""
 
 
 def signed(token: str, key: str, value: msgspec.Struct) -> bytes:

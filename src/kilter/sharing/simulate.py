@@ -46,7 +46,7 @@ from kilter.sharing.plan.snapshot import (
 
 PLACEMENT_SCHEMA = "kilter.sharing/1"
 MOST_PERIODS = 100_000
-"""Of a rehearsal: each is a decision, and a stretch in the answer."""
+"""A rehearsal has at most so many: each is a decision, and a stretch in the answer."""
 _EPSILON_S = 1e-9
 
 

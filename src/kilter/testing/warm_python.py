@@ -41,7 +41,7 @@ _EMPTIED = ("__main__", "builtins", "sys")
 _M_MMAP_THRESHOLD = -3
 """It is from glibc's `malloc.h`."""
 _MOST_BYTES = 2**17
-"""Of a request: the arguments and the environment of a program."""
+"""A request has at most this: the arguments and the environment of a program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ examples:
 BLOCK = 5
 """Iterations per block."""
 HOUR_ITERATIONS = 12_000
-"""Of a job of one hour at 300 ms per iteration."""
+"""A job of one hour has so many, at 300 ms each."""
 
 
 OUTLIERS = 0.02

@@ -413,7 +413,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 FaultTables = tuple[Mapping[str, Accident], Mapping[str, Accident]]
-"""Of accidents that happen once, and of those that are tried at random moments."""
+"""The first holds accidents that happen once, the second those tried at random moments."""
 FAULT_TABLES: tuple[tuple[Callable[[Path], Box], FaultTables], ...] = (
     (Box, (ACCIDENTS | trust.TRUST_ACCIDENTS, RANDOM_ACCIDENTS)),
     (partial(DaemonBox, cards=2), (daemon_faults.DAEMON_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS)),

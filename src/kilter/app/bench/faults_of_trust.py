@@ -39,7 +39,7 @@ from kilter.testing.box import (
 TRUST_ACCIDENTS = Accidents()
 _row = TRUST_ACCIDENTS.row
 LOG_BYTES = 2**30
-"""Of a watcher's log that may not grow any more."""
+"""A watcher's log of this size may not grow any more."""
 
 
 @_row("state directory deleted by a cleaner, SIGKILL of the job")

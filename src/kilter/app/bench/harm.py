@@ -201,7 +201,7 @@ class ProgramOutcome:
     settings: int
     """Calls that would have changed a setting of the (fake) GPU."""
     errors: tuple[str, ...]
-    """Of ours, as the run's own record tells them."""
+    """The run's own record tells these errors of kilter."""
     work: str
     """What kilter did, so that an equal row is known to have been put to the test."""
     peak_bytes: int

@@ -47,7 +47,7 @@ EXACT = 0.02
 CONFUSED = 0.2
 """A period further off than this is another multiple or part of the iteration."""
 MOST_READINGS = 40_000
-"""Of a recording; so many take about a minute."""
+"""A recording has at most so many; they take about a minute."""
 LONG_GAP = 30.0
 """Readings further apart than so many usual distances have a gap between them."""
 

@@ -65,11 +65,11 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of rank 0's process, simulated iterations included, over time."""
     store_core_share: float
     longest_step_s: float
-    """That any rank's session spent at a stretch, with one rank late and then lost."""
+    """Any rank's session spent at most this at a stretch, with one rank late and then lost."""
     after_late: int
     """Decisions after the late rank has come back."""
     late_ticks_share: float
-    """Of the rounds that this machine began too late: above 0.1, times say little."""
+    """This machine began so many of the rounds too late: above 0.1, times say little."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

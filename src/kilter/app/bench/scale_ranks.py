@@ -58,7 +58,7 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Questions for messages that were not there yet."""
     blocks: int
     longest_step_s: float
-    """Of the conductor: what the program's session would have waited."""
+    """The program's session would have waited this long for the conductor."""
 
 
 class RanksSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class RanksSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: tuple[RankSeen, ...]
     cpu_s: float
-    """Of the whole process, from the begin on."""
+    """The whole process used this, from the begin on."""
     late_ticks: int
     """Rounds that this machine was too slow to begin in time."""
     ticks: int

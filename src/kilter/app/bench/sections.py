@@ -53,7 +53,7 @@ examples:
 """
 
 STEPS = 12
-"""Of the clock, from the highest to the lowest."""
+"""The clock has so many steps, from the highest to the lowest."""
 PIPELINE = "pipeline_1f1b"
 SWITCHES = "switch_times"
 NVML = "nvml"

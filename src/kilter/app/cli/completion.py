@@ -25,7 +25,7 @@ class Word:
     text: str
     help: str
     values: tuple[str, ...] | None = None
-    """Of an option: what may follow it. Empty: anything; None: nothing."""
+    """These may follow an option. Empty: anything may; None: nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

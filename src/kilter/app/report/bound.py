@@ -52,7 +52,7 @@ COMMUNICATES = 0.2
 UNIT_BOUND = 0.6
 """Share of a unit's peak from which on it bounds the work (the guide of NVIDIA Nsight Compute)."""
 LOWER_CLOCK = 0.95
-"""Of the default's clock: what is nearer cannot be told from noise."""
+"""A clock nearer to the default's than this share cannot be told from noise."""
 
 _LIMITS = {
     Throttle.POWER_CAP.value: "its power cap",

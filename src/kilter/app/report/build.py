@@ -123,7 +123,7 @@ class Report(Judgement):
     device: str
     devices: tuple[DeviceInfo, ...]
     iterations: int
-    """Of the script; of a killed run, as far as the record goes."""
+    """The script did so many; in a killed run, so many are on record."""
     contract: float | None
     """The allowed slowdown."""
     within_contract: bool | None

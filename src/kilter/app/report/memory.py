@@ -29,7 +29,7 @@ from kilter.memory.plan.simulate import Move, Schedule, Span, simulate
 MOST_KINDS = 4
 """Kinds of passes that get a line of their own."""
 BEYOND = 0.1
-"""Of an iteration: what takes longer than planned by more than that is said."""
+"""What takes longer than planned by more than this share of an iteration is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

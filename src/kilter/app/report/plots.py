@@ -257,7 +257,7 @@ def _inside(value: float, ends: tuple[float, float]) -> float:
 
 
 FEWEST_BLOCKS = 6
-"""Of the default alone: fewer points than this show nothing that a number does not."""
+"""Fewer points of the default alone show nothing that a number does not."""
 
 
 def iteration_times(report: Report) -> str:

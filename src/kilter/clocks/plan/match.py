@@ -31,7 +31,7 @@ class Matched(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks' collectives have to do with each other."""
 
     transfer_s: dict[Place, float]
-    """Of every collective that was seen on at least two ranks."""
+    """It has every collective that was seen on at least two ranks."""
     offset_s: tuple[float | None, ...]
     """By trace: its clock minus that of the first trace, each from its origin; None if unknown."""
     left_out: tuple[str, ...]

@@ -38,7 +38,7 @@ SWITCH_PRICES = (0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Assumed times of a switch, over the break-even."""
 
 LEAST_GAIN = 0.01
-"""Of the energy: how much more stretches have to save than one clock for the whole job."""
+"""Stretches have to save so much more of the energy than one clock for the whole job."""
 
 
 class OrderedOperations(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class OperationStretches(msgspec.Struct, frozen=True, kw_only=True):
     found: Worth
     """Its stretches are where they are while nothing is set."""
     depths: tuple[int, ...]
-    """Of each stretch: places in the card's levels, from 1."""
+    """Each stretch has its place in the card's levels, from 1."""
     whole_job_saving: float
     """Share of the energy that the best single clock saves within the same bound."""
     summary: str

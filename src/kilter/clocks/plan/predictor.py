@@ -26,7 +26,7 @@ from kilter.core.past_run import Features
 from kilter.core.setting import Setting
 
 KNOB_COLUMNS = ("log_sm_clock_ratio", "log_memory_clock_ratio", "log_power_limit_ratio")
-"""Of a candidate over the reference, in the order of `SEARCHED_KNOBS`."""
+"""They are a candidate's over the reference's, in the order of `SEARCHED_KNOBS`."""
 JOB_COLUMNS = (
     "power_w",
     "power_of_limit",
@@ -42,7 +42,7 @@ JOB_COLUMNS = (
     "host_gap",
     "exposed_communication",
 )
-"""Of the job at the reference; NaN where it is not known."""
+"""They are the job's at the reference; NaN where a value is not known."""
 PREDICTOR_COLUMNS = (*KNOB_COLUMNS, *JOB_COLUMNS)
 MOST_NODES = 2_000_000
 WORTH_USING = 0.8

@@ -21,7 +21,7 @@ from kilter.model.period import Detection, JobPace
 PART_OF_BOUND = 0.25
 """Standard error of one pair of blocks, as a share of the bound."""
 LEAST_WATCHED_ITERATIONS = 12
-"""Of a block: the period is looked for again in each one, also where a setting makes it longer."""
+"""A block has at least so many: the period is looked for anew in each, also in longer ones."""
 LEAST_WATCHED_BLOCK_S = 5.0
 MOST_BLOCK_S = 120.0
 """A job of uneven iterations, or a tight bound, takes more pairs instead of longer blocks."""

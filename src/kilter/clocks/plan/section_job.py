@@ -44,7 +44,7 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of one role do the same work: the stage of a pipeline, for example."""
     found: Worth
     lengths: tuple[tuple[str, float, float], ...]
-    """Of all its sections: key, start and median length."""
+    """Each of its sections has its key, start and median length in it."""
     operations: PlannedOperations | None = None
 
     @property

@@ -73,7 +73,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     section_s: tuple[float, ...] = ()
     """By section; empty where nobody sees the sections' own times."""
     energy_j: float | None = None
-    """Of all ranks per iteration; None: not known."""
+    """All ranks use this per iteration; None: not known."""
 
 
 class FoundDepths(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class FoundDepths(msgspec.Struct, frozen=True, kw_only=True):
 
     depths: Depths
     log_time: tuple[float, ...] = ()
-    """Of the pairs that confirmed the whole: log of its step time over the default's."""
+    """Each pair that confirmed the whole has the log of its step time over the default's."""
     log_energy: tuple[float, ...] = ()
     """The same of the energy, where it is known."""
 

@@ -46,7 +46,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     op: str
     group: str | None
     bytes: int | None
-    """Of the collectives that run in it, together; None where the trace does not say."""
+    """The collectives that run in it move this; None where the trace does not say."""
     collectives: int
     """How many those are (median)."""
     presence: float
@@ -60,7 +60,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     exposed_s: float
     """Mean over all iterations, so that the sections add up."""
     wait_s: float | None
-    """Of `exposed_s`, waiting for another rank; None where no other rank was seen."""
+    """This part of `exposed_s` waits for another rank; None where no other rank was seen."""
     gap_s: float
     """Median time to the next section, or to the end of the iteration."""
     gap_compute_s: float

@@ -36,7 +36,7 @@ class SwitchTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     sm_clock_hz: float
     down: bool
-    """To this clock from the highest; False: from this clock back."""
+    """The switch is to this clock from the highest; False: from this clock back."""
     n: int
     """Switches that were seen; one whose kernels cannot be told apart does not count."""
     p50_s: float

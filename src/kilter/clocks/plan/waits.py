@@ -53,7 +53,7 @@ class WaitPlan(msgspec.Struct, frozen=True, kw_only=True):
     return_s: float
     """Time that one return to computing may cost."""
     share: float
-    """Of the time that passes: what all returns together may cost."""
+    """All returns together may cost this share of the time that passes."""
     high_w: float
     """At the default clock: above it the device computes."""
     low_w: float

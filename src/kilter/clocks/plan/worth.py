@@ -96,7 +96,7 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[Level, ...]
     """By falling memory clock, and with each by falling SM clock."""
     down: Latency
-    """Of a clock that has no switch times of its own."""
+    """The switch to a clock that has no times of its own takes this."""
     up: Latency
     computing_w: float
     waiting_w: float

@@ -40,7 +40,7 @@ COLUMNS = (
 MOST_MHZ = 50_000.0
 """Far above any card's clock: what is larger was written in Hz or kHz."""
 LEAST, MOST = 1e-30, 1e30
-"""Of any number of a table; ratios of what is within are numbers as well."""
+"""Numbers of a table lie between these, so that their ratios are numbers as well."""
 WORK_COLUMNS = ("flops", "bytes_moved")
 """Columns that a table may have: of the piece of work that `time_s` is the time of."""
 
@@ -51,7 +51,7 @@ class RecordedRow:
 
     setting: Setting
     time_s: float
-    """Of one run, epoch, iteration or launch: the table's own unit of work."""
+    """One run, epoch, iteration or launch takes this: the table's own unit of work."""
     power_w: float
     """Mean power of the card."""
     energy_j: float
@@ -225,7 +225,7 @@ TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_
 MOST_APART = 100.0
 """Factor between the mean powers by both columns from which on one has another unit."""
 SPAN_S = (1e-3, 1e8)
-"""Of a recording: what lasts longer than three years has its times in another unit."""
+"""A recording takes so long: one of more than three years has its times in another unit."""
 
 
 def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:

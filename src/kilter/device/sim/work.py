@@ -28,7 +28,7 @@ class Work:
     fixed_s: float
     """Time of everything that no clock changes."""
     switched_flops: float
-    """Of the whole iteration, as its energy needs them."""
+    """The whole iteration has so many, as its energy needs them."""
     switched_bytes: float
 
     def __post_init__(self) -> None:

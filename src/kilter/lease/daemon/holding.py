@@ -44,7 +44,7 @@ class Holding:
     machine: Path | None = None
     found: Setting = field(default_factory=Setting)
     energy_j: float | None = None
-    """Of the GPU since it was taken; None: it has no counter."""
+    """The GPU has used this since it was taken; None: it has no counter."""
     _counter_j: float | None = None
     _lock: GpuLock | None = None
     _journal: Journal | None = None

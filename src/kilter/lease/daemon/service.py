@@ -89,7 +89,7 @@ class Ledger:
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Also by the name of the error."""
     energy_j: dict[str, float] = field(default_factory=dict)
-    """Of GPUs while under leases, as far as it has been counted."""
+    """Each GPU has used this while under leases, as far as it has been counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class GovernedGpu:
     client: Client | None = None
     timer: asyncio.TimerHandle | None = None
     billed_j: float = 0.0
-    """Of the present lease, as far as it is in the ledger."""
+    """The present lease has so much in the ledger."""
     stuck: bool = False
     """What was found could not be put back yet."""
 

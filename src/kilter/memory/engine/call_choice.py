@@ -44,7 +44,7 @@ class CallChoice(NamedTuple):
     record: PassRecord
     make_problem: MakeProblem
     alone_s: float
-    """Of the host, for each tensor that is offloaded, or recomputed alone."""
+    """The host takes this for each tensor that is offloaded, or recomputed alone."""
 
     def best(self) -> Segments:
         """The calls with which a plan takes the least time; empty: single operations alone."""

@@ -33,7 +33,7 @@ from kilter.memory.plan.problem import Link
 from kilter.observe import torch_internals
 
 CLOCK_HZ = 2e9
-"""Of the counter that the framework's sleep counts by, near enough."""
+"""The counter that the framework's sleep counts by runs at about this rate."""
 LARGE_COPIES, SMALL_COPIES = 4, 64
 """By which rates and the latency of the link are measured."""
 HOST_SHARE = 0.8

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 HOPELESS_EVERY = 8
-"""Of passes that begin like one that cannot be planned, one in this many is watched again."""
+"""One pass in so many is watched again, of those that begin like one that cannot be planned."""
 
 
 class SwapReport(MemoryCounts, frozen=True, kw_only=True):

@@ -129,7 +129,7 @@ class GovernedOptimizer:
         self.stash: list[tuple[Any, torch.Tensor]] = []
         """Gradients that are hidden from the program's own step, since they were used already."""
         self.handles: list[Any] = []
-        """Of hooks on the optimizer; the first two before and after its step."""
+        """They are hooks on the optimizer; the first two run before and after its step."""
         self.note_state()
 
     @property

@@ -105,7 +105,7 @@ class Ready:
     peak_bytes: int = 0
     """The largest of them."""
     waits: list[Waits] = field(default_factory=list)
-    """Of passes in which waiting for copies was timed."""
+    """They are those of passes in which waiting for copies was timed."""
     quiet: int = 0
     """Coming passes in which waiting is not timed."""
 

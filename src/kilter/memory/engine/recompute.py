@@ -174,9 +174,9 @@ class Reader:
         self.output = 0
         """The number of the output that the builder that begins is to make."""
         self.made: torch.Tensor | None = None
-        """That output itself, where it is the tensor that is read."""
+        """It is that output itself, where it is the tensor that is read."""
         self.copies = SmallCopies()
-        """Of the small parameters that recipes read, valid for one pass."""
+        """They are of the small parameters that recipes read, valid for one pass."""
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""

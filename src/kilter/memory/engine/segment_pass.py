@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kilter.memory.engine.small_copies import SmallCopies
 
 LARGEST_SHARE = 1 / 4
-"""Of all saved bytes, what one segment may save at most: all of it is recomputed at one time."""
+"""One segment may save at most this share of all bytes: it is recomputed at one time."""
 
 
 class SegmentPass:

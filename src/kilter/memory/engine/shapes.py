@@ -59,7 +59,7 @@ class Shapes:
     saved_bytes: int
     """What autograd keeps from forward to backward besides parameters, each storage once."""
     peak_bytes: int
-    """Of the whole iteration, the optimizer's step with it."""
+    """The whole iteration takes this, the optimizer's step with it."""
     step_bytes: int
     """The peak in the optimizer's step."""
     record: PassRecord

@@ -70,7 +70,7 @@ class StateBucket:
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
         self.members = members
         self.awaited = len(members)
-        """Of them, those that have a gradient in an ordinary iteration."""
+        """So many of them have a gradient in an ordinary iteration."""
         self.missing = self.awaited
         """Gradients of this backward that have not arrived yet."""
         self.gradient_bytes = sum(size_of(p) for p in members)

@@ -166,7 +166,7 @@ class Watch:
         self.trial = trial
         self.after_step = after_step
         self.expected_bytes = expected_bytes
-        """Of a trial: what passes of this kind save."""
+        """In a trial: passes of this kind save so much."""
         self._saved: list[weakref.ref[Saved]] = []
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""

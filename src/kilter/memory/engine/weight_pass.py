@@ -59,7 +59,7 @@ class RepeatedPass:
         self.seen = 0
         """Passes of this kind."""
         self._gaps_s: list[float] = []
-        """Between ticks, the shortest each; the last up to the next pass."""
+        """They are the shortest times between ticks; the last one is up to the next pass."""
         self._timed = 0
         """Passes under a plan."""
 

@@ -14,7 +14,7 @@ from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, simulate
 
 LOSS = 1e-3
-"""Of the iteration: a schedule that would lose more stays as it is."""
+"""A schedule that would lose more of the iteration than this stays as it is."""
 
 
 def delay_loads(problem: Problem, schedule: Schedule, *, ahead: float = 0.0) -> Schedule:

@@ -29,7 +29,7 @@ from kilter.memory.plan.simulate import Schedule, simulate
 from kilter.model.quiet_solver import quiet_solver
 
 GAP = 1e-3
-"""Of the objective: a whole choice that is within this of the best is good enough."""
+"""A whole choice within this share of the best objective is good enough."""
 TIE = 2e-3
 """Weight of the preference among choices of nearly equal time, as a share of the compute time."""
 

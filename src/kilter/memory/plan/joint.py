@@ -27,9 +27,9 @@ ALIKE = 0.003
 """Of the iteration: of rooms that differ by no more the largest is taken. Less moves, and that is
 about what the rough plans behind the comparison are worth."""
 JOINT_WORTH = 0.01
-"""Of the iteration, what streaming has to save."""
+"""Streaming has to save this share of the iteration."""
 MOST_TAKEN = 0.95
-"""Of the link to the device, what state or activations may take at most."""
+"""State or activations may take at most this share of the link to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

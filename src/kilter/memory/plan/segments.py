@@ -17,7 +17,7 @@ from typing import NamedTuple
 LEVELS = 6
 """Levels of size that are tried, from the largest call down; each is half of the one before."""
 SHARES_OF_SET = (0.75, 0.5, 0.25, 0.125)
-"""Of a set of calls, such parts of it are tried as well."""
+"""Such parts of a set of calls are tried as well."""
 LARGEST = 3
 """Sets of which parts are tried in any case: their last calls."""
 

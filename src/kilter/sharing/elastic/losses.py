@@ -34,7 +34,7 @@ _LINEAR = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsq
 _SUM, _MEAN = 2, 1
 """`reduction` in what autograd saves of a loss."""
 _MOST_ELEMENTS = 2**24
-"""Of the models' outputs: second derivatives need as much memory several times."""
+"""The models' outputs have at most so many: second derivatives need several times the memory."""
 _MOST_NODES = 10_000
 _MOST_LOOKS = 4
 _MOST_TERMS = 64
@@ -46,7 +46,7 @@ class Losses:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.outputs: list[torch.Tensor] = []
-        """Of the models, for the batch that the script has."""
+        """The models gave these for the batch that the script has."""
         self._kinds: set[str] = set()
         self._sums: dict[int, tuple[int, list[float | None]]] = {}
         """Of the losses with sums, by the number of the backward pass of a batch: its samples, and

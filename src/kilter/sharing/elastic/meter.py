@@ -41,7 +41,7 @@ class Meter:
         self._samples = 0
         self._begun_s: float | None = None
         self._marks: list[Any] = []
-        """Of a step whose parts are timed: its beginning, the end of the rank's work, the end."""
+        """They are a timed step's beginning, the end of the rank's work, and the end."""
         self._memory: dict[str, int] = {}
         self._published_s = 0.0
         self._forget()

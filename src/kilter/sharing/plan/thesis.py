@@ -47,7 +47,7 @@ LEAST_SPREAD = 0.1
 """Largest less smallest slow-down below which nothing moves. The source is not legible here, nor in
 the next one."""
 MOST_GAP = 0.2
-"""Between the most and the least used GPU; above it load is mended first."""
+"""Above this gap between the most and the least used GPU, load is mended first."""
 LEAST_FALL = 0.05
 """The least relative fall of the largest slow-down for which jobs get one GPU each."""
 

@@ -37,6 +37,7 @@ from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.job_class import IDLE_TOLD, Bound, JobReadings, first_settings
 from kilter.core.errors import UsageError
+from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.core.units import show_count
@@ -441,9 +442,12 @@ def run(args: argparse.Namespace) -> int:
     if not args.table and args.random < 1:
         raise UsageError("nothing to replay: give --table CSV, or --random N")
     tables = {path: load_tables(path) for path in args.table}
-    tables |= random_tables(args.random, waiting=args.waiting)
+    simulated = random_tables(args.random, waiting=args.waiting)
+    tables |= simulated
     tables = {path: half(workloads, args.half) for path, workloads in tables.items()}
     tables = {path: workloads for path, workloads in tables.items() if workloads}
+    labels = {t: (Label.SIMULATED if t in simulated else Label.REPLAYED).value for t in tables}
+    label = " and ".join(sorted(set(labels.values())))
     results = []
     for path, workloads in tables.items():  # one by one: progress on a long work
         if not args.json:
@@ -475,15 +479,15 @@ def run(args: argparse.Namespace) -> int:
             "summary": summary,
             "by_table": {t: summarise([r for r in results if r.table == t]) for t in tables},
         }
-        print_json("kilter.bench.clocks/1", _label(list(tables)), document)
+        print_json("kilter.bench.clocks/1", label, document)
         return 0
     if args.aa:
         _print_fooled(summary)
         return 0
     for table in tables:
-        _print(table, _label([table]), summarise([r for r in results if r.table == table]))
+        _print(table, labels[table], summarise([r for r in results if r.table == table]))
     if len(tables) > 1:
-        _print("all tables", _label(list(tables)), summary)
+        _print("all tables", label, summary)
     return 0
 
 
@@ -510,12 +514,6 @@ def _print(title: str, label: str, summary: Mapping[str, Mapping[str, Any]]) -> 
         told = ", ".join(f"{why} {part * 100:.1f} %" for why, part in s["lost"].items() if part)
         lost = f"; of the oracle's saving lost by: {told}" if told else ""
         print(f"  kilter: violations {low * 100:.2f} to {high * 100:.2f} % (95 %){lost}")
-
-
-def _label(tables: Sequence[str]) -> str:
-    """Of figures computed on these."""
-    kinds = {"simulated" if t.startswith("random ") else "replayed" for t in tables}
-    return " and ".join(sorted(kinds))
 
 
 def _percent(value: float | int | None) -> str:

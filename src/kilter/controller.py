@@ -47,7 +47,7 @@ class Run:
     ranks: Ranks
     iterations: IterationClock
     sampler: Sampler | None
-    """None where the device lives in virtual time."""
+    """It is None where the device lives in virtual time."""
     trace: TraceSource
     files: RunFiles
     lease: RunLease

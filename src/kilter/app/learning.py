@@ -43,7 +43,7 @@ class TrainingPoint:
     gpu: str
     workload: str
     row: tuple[float, ...]
-    """The columns of the predictor."""
+    """It has the columns of the predictor."""
     log_time: float
     log_power: float
 

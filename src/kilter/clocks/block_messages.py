@@ -20,7 +20,7 @@ from kilter.core.messages import RankMessages
 from kilter.core.setting import Setting
 
 FAN_OUT = 32
-"""Ranks that report to the same one."""
+"""So many ranks report to the same one."""
 
 
 def below(rank: int, world_size: int) -> range:
@@ -57,7 +57,7 @@ class ReadyNote(msgspec.Struct, frozen=True):
 
     index: int
     roles: dict[str, int]
-    """The first rank of each."""
+    """The first rank of each group is in it."""
 
     def with_(self, other: ReadyNote, /) -> ReadyNote:
         roles = dict(self.roles)

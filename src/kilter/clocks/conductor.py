@@ -124,10 +124,10 @@ class Conductor:
                 given_up=refused is not None,
             )
         self._note: OrderNote | None = None
-        """The order of the present block."""
+        """It is the order of the present block."""
         self._ready = False
         self._begin: int | None = None
-        """The first iteration of the present block."""
+        """It is the first iteration of the present block."""
         self._seen: deque[Iteration] = deque(maxlen=MOST_ITERATIONS)
         self.blocks = 0
         self.roles: tuple[str, ...] = ("",)

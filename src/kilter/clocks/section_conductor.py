@@ -78,7 +78,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     device: str = ""
     """UUID of the GPU, or name of the simulated one."""
     program: int
-    """Process id of the program."""
+    """It is the process id of the program."""
 
 
 class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):

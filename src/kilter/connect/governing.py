@@ -34,7 +34,7 @@ class Governing:
     options are those of `kilter.govern`; a wrong one raises where the callback is made."""
 
     _open: ClassVar[Governing | None] = None
-    """One governs a process."""
+    """One such object at most governs a process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         kilter.govern(**options)

@@ -33,7 +33,7 @@ class RankSite(msgspec.Struct, frozen=True):
     script: str | None
     """A file, relative to the folder or absolute; None for a module."""
     endpoint: str
-    """The daemon's file."""
+    """The daemon can be reached by this file."""
 
 
 class SiteReport(msgspec.Struct, frozen=True):

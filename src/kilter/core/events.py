@@ -31,9 +31,9 @@ class Started(Event, frozen=True, kw_only=True):
 
     schema: str = "kilter.events/1"
     kilter: str
-    """Version."""
+    """It is kilter's version."""
     wall_time: str
-    """ISO 8601 with zone."""
+    """It is in ISO 8601, with the zone."""
     command: tuple[str, ...]
     rank: int
     world_size: int
@@ -43,7 +43,7 @@ class Started(Event, frozen=True, kw_only=True):
     mode: ClocksMode
     mode_reason: str
     host: str | None = None
-    """Name of the machine."""
+    """It is the name of the machine."""
     torch: str | None = None
     """Version, as installed; the program may not import it."""
     config: str | None = None
@@ -87,13 +87,13 @@ class Block(Event, frozen=True, kw_only=True):
     phase: str
     """`warm`, `probe`, `confirm`, `hold` or `drift`."""
     arm: str
-    """`baseline` or `candidate`."""
+    """It is `baseline` or `candidate`."""
     setting: Setting
     iterations: int
     iteration_s: float
     """The block's iterations took this in the median."""
     energy_j: float | None
-    """Mean per iteration."""
+    """It is the mean per iteration."""
     device_begin_s: float
     device_end_s: float
     clean: bool
@@ -114,7 +114,7 @@ class Decided(Event, frozen=True, kw_only=True):
     setting: Setting
     reason: str
     time_ratio: float | None = None
-    """Expected, relative to the baseline."""
+    """It is expected, relative to the baseline."""
     energy_ratio: float | None = None
 
 
@@ -124,7 +124,7 @@ class Fitted(PlanFigures, frozen=True, kw_only=True, tag_field="event", tag="fit
 
     t_s: float
     hidden: float
-    """Share of the transfers' time that compute hides."""
+    """Computation hides this share of the transfers' time."""
     swapped: int
     recomputed: int = msgspec.field(name="remade")
     kept: int
@@ -156,7 +156,7 @@ class ClocksInside(Event, frozen=True, kw_only=True):
     sets: bool
     """False: a dry run, in which commands are only written down."""
     commands: int = 0
-    """Sent, or written down, so far."""
+    """So many were sent, or written down, so far."""
     left_out: int = 0
     restored: bool | None = None
     """At the end: the conductor has put the found clock back. None: it did not run."""
@@ -178,13 +178,13 @@ class Sectioned(ClocksInside, frozen=True, kw_only=True):
     exposed_share: float
     """Measured in the last window of the profiler."""
     windows: int
-    """Windows of the profiler so far."""
+    """The profiler was opened so many times so far."""
     collectives: int | None
     """One iteration has so many, by the numbers of the process groups; None: they do not count."""
     edges: int = 0
     """Commands whose real edge was seen in a window."""
     edge_error_p50_s: float | None = None
-    """Expected against real edge, absolute."""
+    """It lies between the expected edge and the real one, without its sign."""
     edge_error_p95_s: float | None = None
     edge_bias_s: float | None = None
     """Median of expected minus real: below zero, the commands come early."""
@@ -210,7 +210,7 @@ class Operated(ClocksInside, frozen=True, kw_only=True):
     operations: int
     """The trace that was planned from has so many."""
     whole_job_saving: float
-    """By one clock for the whole iteration, within the same bound."""
+    """One clock for the whole iteration would save this within the same bound."""
 
     @property
     def dry_run(self) -> bool:

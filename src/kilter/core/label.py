@@ -11,6 +11,6 @@ class Label(enum.Enum):
     MEASURED = "measured"
     """Read on the device that did the work."""
     REPLAYED = "replayed"
-    """Looked up in a named table of somebody's measurements."""
+    """It was looked up in a named table of somebody's measurements."""
     SIMULATED = "simulated"
-    """Computed by a model."""
+    """It was computed by a model."""

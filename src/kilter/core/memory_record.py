@@ -18,13 +18,13 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float
     """Forward and backward with everything kept."""
     iteration_s: float
-    """Forward and backward under the plan."""
+    """Forward and backward take this under the plan."""
     stall_s: float
     recompute_s: float
     out_bytes: int
     in_bytes: int
     host_bytes: int
-    """Host memory that the swapped data occupy at most at the same time."""
+    """Offloaded data occupy at most this much host memory at the same time."""
 
 
 class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Over all passes. The engine counts activations; a whole record, optimizer state and weights
     as well."""
     host_bytes: int
-    """Host memory reserved now."""
+    """So much host memory is reserved now."""
     most_bytes: int = 0
     """The largest measured peak since the budget is in force, before there were plans as well; 0:
     not measured."""
@@ -64,7 +64,7 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     backend: str
     """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""
     budget_bytes: int | None
-    """None: not known yet."""
+    """It is None while it is not known."""
     budget: str
     """Where the budget comes from, in words."""
     applied: bool

@@ -90,12 +90,12 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     """What was held at the end; the setting as found where nothing saved enough; None: the search
     was not over."""
     found: Setting
-    """The setting of the baseline."""
+    """It is the setting of the baseline."""
     time_sd: float
     """Spread of the log time ratio of one pair, and of the log energy ratio."""
     energy_sd: float
     freedom: int
-    """Degrees of freedom of these."""
+    """These have so many degrees of freedom."""
 
     @property
     def known(self) -> KnownSetting | None:

@@ -32,7 +32,7 @@ class ClocksMode(enum.StrEnum):
 
     GOVERN = "govern"
     SHADOW = "shadow"
-    """The whole loop without setting."""
+    """The whole loop runs, and sets nothing."""
     OBSERVE = "observe"
 
 

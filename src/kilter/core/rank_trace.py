@@ -63,7 +63,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """The GPU's name; empty where the trace does not say."""
     origin_s: float
-    """The rank's clock at time 0."""
+    """The rank's clock shows this at time 0."""
     compute: RankTimes
     """Union of the kernels that do not communicate."""
     copies: RankTimes

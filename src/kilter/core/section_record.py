@@ -37,7 +37,7 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int = 0
     """Pairs of blocks that confirmed the whole; the ratios are over them."""
     time_ratio: float | None = None
-    """Step time of the slowest rank over that of the default."""
+    """The slowest rank's step takes so much of its time at the default."""
     time_ratio_ci95: tuple[float, float] | None = None
     energy_ratio: float | None = None
     """All ranks together use this part of the energy at the default."""

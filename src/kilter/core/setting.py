@@ -129,7 +129,7 @@ class DeviceInfo:
     uuid: str
     """Unique and stable across processes: names the lock and the journal of the lease."""
     backend: str
-    """`nvml`, `sim`, `null` or `replay`."""
+    """It is `nvml`, `sim`, `null` or `replay`."""
     label: Label
     can_set: bool
     refusal: str | None = None

@@ -43,7 +43,7 @@ class Operation:
     """Device kernels (on a host timeline: framework operations) that it consists of."""
     stream: int = 0
     reads: tuple[int, ...] = ()
-    """Indices into `IterationTrace.data`."""
+    """They are indices into `IterationTrace.data`."""
     writes: tuple[int, ...] = ()
     level_bytes: int | None = None
     """The most device memory in use during it, with all data kept; None if not observed."""
@@ -85,7 +85,7 @@ class TraceFeatures:
     """How an iteration uses its GPU, whatever its length."""
 
     kernels_per_s: float
-    """Kernels and copies."""
+    """It counts kernels and copies."""
     host_gap: float
     """Share of the iteration in which the GPU has nothing to do."""
     exposed_communication: float

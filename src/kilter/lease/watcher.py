@@ -44,7 +44,7 @@ that is gone without this word was deleted by somebody else."""
 TRIES_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before each attempt to put a dead job's GPU back."""
 AGAIN_S = 5.0
-"""Wait before the next attempt after a deadline, while the job lives."""
+"""The next attempt after a deadline waits this long, while the job lives."""
 
 
 def main(arguments: list[str]) -> None:

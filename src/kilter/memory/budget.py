@@ -40,7 +40,7 @@ class BudgetInForce:
     """What the device memory is kept within, and why."""
 
     size_bytes: int | None
-    """None: not known yet."""
+    """It is None while it is not known."""
     words: str
     """Where the budget comes from."""
 

@@ -70,7 +70,7 @@ class OwnCheckpointing:
         """The modules called in the iteration looked at, each with the versions that its buffers
         had before. By identity: a program's modules may compare as they like."""
         self._models: list[weakref.ref[Module]] = []
-        """Modules of the libraries among them."""
+        """They are modules of the libraries among them."""
         self._keeps_cache = False
         self.why_not = ""
         """What the program can do about it that no model was found; empty: nothing."""

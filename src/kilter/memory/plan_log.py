@@ -30,7 +30,7 @@ class PlanLog:
         self._plans: list[MemoryPlan] = []
         """All that were ever in force, in this order."""
         self._schedules: deque[PlannedPass] = deque(maxlen=1)
-        """Written by another thread than the one that plans."""
+        """Another thread than the one that plans writes them."""
 
     def refuse(self, reason: Reason) -> None:
         what = "the memory plan" if reason.subject == "job" else "a part of the memory plan"

@@ -40,11 +40,11 @@ class TurnNote(msgspec.Struct, frozen=True):
     """What a rank, or all of them together, say at the end of a turn."""
 
     models: str
-    """Those with checkpointing of their own."""
+    """They are those with checkpointing of their own."""
     share: float
     """This share of their blocks is to be checkpointed."""
     tensors: int
-    """Saved in the largest pass."""
+    """So many are saved in the largest pass."""
     seconds: float | None
     """An iteration took this; None: it was not measured."""
     why_not: str

@@ -95,7 +95,7 @@ class Telemetry(msgspec.Struct, frozen=True):
     sm_utilisation: Array
     memory_utilisation: Array
     energy_j: Array
-    """The counter, not its difference."""
+    """It is the counter, not its difference."""
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     resolution_s: float | None = None
     """The shortest period that this telemetry can show."""
     likeness: float | None = None
-    """Correlation of consecutive periods, at most 1."""
+    """Consecutive periods correlate so much, at most 1."""
     spread: float | None = None
     """Standard deviation of single iterations over the period, as far as the sensor shows them."""
 
@@ -119,7 +119,7 @@ class JobPace(msgspec.Struct, frozen=True, kw_only=True):
     """The iterations of one stretch of telemetry, of which the period is roughly known."""
 
     iteration_s: float
-    """Mean over the stretch."""
+    """It is the mean over the stretch."""
     error_s: float
     """Standard error of this mean as that of the job under the same setting: what the iterations
     differ by, and what the sensor does not show."""
@@ -128,9 +128,9 @@ class JobPace(msgspec.Struct, frozen=True, kw_only=True):
     end_s: float
     """Whole iterations lie between the two."""
     jitter_s: float
-    """Standard deviation of single iterations."""
+    """Single iterations have this standard deviation."""
     edge_s: float
-    """Standard error of the time of one boundary between two iterations."""
+    """The time of one boundary between two iterations has this standard error."""
     interrupted: bool
     """The stretch holds something else than iterations, too."""
 
@@ -140,7 +140,7 @@ class _Grid(msgspec.Struct, frozen=True):
 
     step_s: float
     values: Array
-    """(channels, n)"""
+    """It has a row for each channel and a column for each point in time."""
     weights: Array
     spans: tuple[int, ...]
     """Points of the grid between two updates of each channel's sensor."""

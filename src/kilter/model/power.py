@@ -32,7 +32,7 @@ class Power:
     leakage_w: float
     """At the floor voltage and `LEAKAGE_AT_C`; proportional to voltage."""
     leakage_per_k: float
-    """Relative growth of the leakage per kelvin."""
+    """The leakage grows by this share per kelvin."""
     clock_w_per_hz: float
     """Clocks that toggle although nothing is computed; times V^2 f."""
     busy_w_per_hz: float
@@ -40,12 +40,12 @@ class Power:
     joule_per_flop: float
     """It is this at the floor voltage, and grows with V^2."""
     memory_w_per_hz: float
-    """Standing power of the memory per hertz of its clock."""
+    """The memory draws this per hertz of its clock."""
     joule_per_byte: float
     knee_hz: float
     """SM clock up to which the voltage stays at its floor."""
     volts_per_hz: float
-    """Rise of the relative voltage per hertz above the knee."""
+    """The relative voltage rises by this per hertz above the knee."""
 
     def __post_init__(self) -> None:
         may_be_zero = (
@@ -92,7 +92,7 @@ class Power:
 
 
 LEAKAGE_AT_C = 60.0
-"""Temperature to which `Power.leakage_w` refers."""
+"""`Power.leakage_w` is for this temperature."""
 
 
 def capped_clock(

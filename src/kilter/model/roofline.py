@@ -36,7 +36,7 @@ class Roofline:
     bytes_per_sm_cycle: float
     """What all SMs together can ask for per SM clock cycle."""
     overlap: float
-    """Exponent `p` of the smooth maximum, at least 1."""
+    """It is the exponent `p` of the smooth maximum, at least 1."""
     launch_s: float
     """Shortest time per kernel when a host launches one after the other; no clock changes it."""
 

@@ -36,7 +36,7 @@ class IterationEnd:
     index: int
     t_s: float
     event: Any
-    """A recorded CUDA event, or None."""
+    """It is a recorded CUDA event, or None."""
     epoch: int
     """Intervals between iteration ends of different epochs are not iterations."""
 
@@ -54,7 +54,7 @@ class EndTimes:
         self._finished: deque[Iteration] = deque(maxlen=4096)
         self._recent: deque[float] = deque(maxlen=31)
         self._pool: list[Any] = []
-        """Events to record again."""
+        """These events can be recorded again."""
 
     @property
     def usual_s(self) -> float | None:

@@ -19,7 +19,7 @@ from kilter.core.errors import DeviceError
 from kilter.observe import torch_internals
 
 CYCLES = 100_000
-"""50 us at 2 GHz."""
+"""They take 50 us at 2 GHz."""
 AHEAD = 400
 """Kernels that are launched before their times are read: 20 ms at 2 GHz."""
 COMPARED = 20

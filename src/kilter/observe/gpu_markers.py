@@ -26,7 +26,7 @@ class GpuWork(msgspec.Struct, frozen=True, kw_only=True):
     end_s: NDArray[Any]
     stream: NDArray[Any]
     computes: NDArray[Any]
-    """False for what communicates or copies."""
+    """It is False for what communicates or copies."""
 
 
 def markers(work: GpuWork, ends_s: Sequence[float]) -> list[float | None]:

@@ -32,7 +32,7 @@ from kilter.observe.traffic import bytes_moved
 MODULE = "kilter::module::"
 """Annotation of a module's forward; the qualified name follows."""
 ITERATION_END = "kilter::iteration_end"
-"""Annotation without length between two iterations."""
+"""The annotation stands, without length, between two iterations."""
 
 Flops = Callable[[str, Sequence[Any], Sequence[Any]], float | None]
 """`flops(operation, shapes of inputs, values of inputs)`; None for an operation not counted."""

@@ -59,7 +59,7 @@ class Passed(NamedTuple):
 
     iteration: int
     t_s: float
-    """`time.monotonic()`."""
+    """It is read from `time.monotonic()`."""
     within_s: float
     """How far the true time may be from it, in either direction."""
 

@@ -453,7 +453,7 @@ class _Guard:
     def __init__(self, in_the_way: Callable[[], None]) -> None:
         self._in_the_way = in_the_way
         self._ours: set[int] = set()
-        """Threads in which we prepare one."""
+        """We prepare a profiler in these threads."""
         self._waiting: after_import | None = None
         self._restore: Callable[[], None] = lambda: None
 

@@ -25,7 +25,7 @@ SHORT_S = 1.0
 DISAGREEMENT = 0.05
 """Counter and integral further apart than this: one of them is wrong, and people should know."""
 _KEPT = 72_000
-"""Samples: two hours at ten a second, at least."""
+"""So many samples are two hours at ten a second, at least."""
 _HOLE_PERIODS = 5.0
 """Over more missing periods than this no power is guessed."""
 

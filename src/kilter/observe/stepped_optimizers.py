@@ -28,7 +28,7 @@ class Cycle:
         self.leader: int | None = None
         self.changed = 0
         self._steps = 0
-        """Steps of the leader since it leads."""
+        """The leader has made so many steps since it leads."""
         self._seen: dict[int, tuple[int, int]] = {}
         """Optimizer -> `changed` and `_steps` at its last step."""
         self._since: dict[int, int] = {}

@@ -114,9 +114,9 @@ class TracedRequest:
 
     trace: Trace
     unfolded: fx.GraphModule
-    """The graph as traced, over the same weights as `graph`."""
+    """It is the graph as traced, over the same weights as `graph`."""
     program: BranchProgram
-    """The folded graph, cut into branches."""
+    """It is the folded graph, cut into branches."""
     weights: tuple[Tensor, ...]
     """Weights that the trace reads and that autograd wants gradients for; empty in inference."""
 
@@ -196,7 +196,7 @@ class CompileCache:
     faster: dict[Hashable, bool] = field(default_factory=dict)
     """For each convolution whether our kernel is faster than the library."""
     pool: GraphPool | None = None
-    """The memory that all captured graphs share."""
+    """It is the memory that all captured graphs share."""
     turns: Turns = field(default_factory=Turns)
 
     def has_pool(self) -> bool:
@@ -211,7 +211,7 @@ class Built:
     run: Callable[[Sequence[Tensor]], Sequence[Any] | None]
     release: Callable[[], None] = lambda: None
     pool: GraphPool | None = None
-    """The memory of its graphs."""
+    """It is the memory of its graphs."""
 
 
 class CandidateBuilder:
@@ -228,7 +228,7 @@ class CandidateBuilder:
         self.traced = traced
         """The trace, or why there is none."""
         self.strides = strides
-        """The strides of the loop's results."""
+        """They are the strides of the loop's results."""
         self.all_by_kernel = False
         """Whether every convolution of the program made last was faster by our kernel."""
         self._programs: dict[Hashable, BranchProgram | WayRefused] = {}

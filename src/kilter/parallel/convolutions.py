@@ -173,7 +173,7 @@ class Convolution:
     end: fx.Node
     """The last operation, whose result the kernel makes."""
     norm: tuple[fx.Node, ...] = ()
-    """Mean, variance, gain and shift."""
+    """It has mean, variance, gain and shift."""
     residual: fx.Node | None = None
     epsilon: float = 0.0
     relu: bool = False

@@ -29,7 +29,7 @@ _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 class _Match:
     head: Head
     reads: tuple[int, int, int]
-    """Slots of q, k and v."""
+    """They are the slots of q, k and v."""
     bias: fx.GraphModule
     """Everything that is added to the scores: the scores of a product of zeros."""
     bias_reads: tuple[int, ...]

@@ -72,13 +72,13 @@ class Head:
     slots: int
     scale: float
     query: Tensor
-    """(rows * slots) rows of q."""
+    """It has (rows * slots) rows of q."""
     key: Tensor
-    """(columns * slots) rows of k."""
+    """It has (columns * slots) rows of k."""
     values: Tensor
-    """(columns * slots) rows of v."""
+    """It has (columns * slots) rows of v."""
     place: Tensor
-    """(rows * slots) position of each row in the result."""
+    """It has the (rows * slots) positions of the rows in the result."""
 
 
 class FusedHeads:
@@ -190,7 +190,7 @@ class FusedHeads:
 
 
 BESIDE = -3
-"""The number of the side stream for heads of one slot."""
+"""It is the number of the side stream for heads of one slot."""
 
 
 class _Tables:

@@ -198,7 +198,7 @@ class _Layer:
     one_row: bool
     """By the kernel that reads every weight once. The library would use one row of its tiles."""
     split: bool
-    """Float32: by the kernel of three TF32 products."""
+    """It is for float32, by the kernel of three TF32 products."""
     relu: fx.Node | None = None
     norm: fx.Node | None = None
     """The element of the layer norm's results that is its output."""

@@ -32,11 +32,11 @@ class Trial:
     seconds: float | None = None
     """A call takes this in the median."""
     error: float | None = None
-    """Largest difference to the float64 reference."""
+    """It is the largest difference to the float64 reference."""
     bitwise: bool = False
     """Every output was equal to the serial loop's, bit for bit."""
     prepare_s: float = 0.0
-    """Time to build, compile and capture this way."""
+    """To build, compile and capture this way takes this."""
     memory_bytes: int | None = None
     """Device memory of the pool that the captured graphs use."""
     refused: Reason | None = None

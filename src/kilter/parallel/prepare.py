@@ -43,7 +43,7 @@ class Prepared:
     plan: BranchPlan
     state: WatchedBranches
     run: Callable[[Sequence[Tensor]], Sequence[Any] | None] | None = None
-    """None: the serial loop."""
+    """It is None for the serial loop."""
     release: Callable[[], None] | None = None
     assemble: Callable[[Sequence[Any]], Any] = tuple
     served: bool = False

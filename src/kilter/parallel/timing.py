@@ -15,7 +15,7 @@ from kilter.parallel.capture import Captured, GraphPool, Turns
 from kilter.parallel.program import BranchProgram, Unit, arguments, store
 
 LONGEST_S = 0.3
-"""Time spent on timing one candidate."""
+"""So much time is spent on timing one candidate."""
 
 
 def median_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:

@@ -65,7 +65,7 @@ class SpawnedChildren:
         self._original: Callable[[str], dict[str, Any]] | None = None
         self._group = 0
         self._members: set[str] = set()
-        """Names of the children of the present group."""
+        """They are the names of the children of the present group."""
 
     @property
     def started(self) -> bool:

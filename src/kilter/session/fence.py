@@ -36,7 +36,7 @@ THREADS = "kilter"
 PACKAGE = str(Path(kilter.__file__).parent) + os.sep
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _BARE = (MemoryError, StopIteration, queue.Empty)
-"""What functions in C raise without arguments."""
+"""Functions in C raise these without arguments."""
 
 
 class Fence:

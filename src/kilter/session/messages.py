@@ -24,7 +24,7 @@ LEAST_PAUSE_S = 0.05
 """Between two looks, where the ranks are too many for each to look as often as it likes: a session
 asks more than once in a tick."""
 _MISSING = "?"
-"""No message."""
+"""It stands where there is no message."""
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
 LONGEST_ANSWER_S = 30.0

@@ -26,11 +26,11 @@ class Options:
     command: tuple[str, ...] = ()
     json_summary: bool = False
     gradients: str = "auto"
-    """One of `GRADIENTS`."""
+    """It is one of `GRADIENTS`."""
     weights: str = "keep"
-    """One of `WEIGHTS`."""
+    """It is one of `WEIGHTS`."""
     recompute: str | None = None
-    """One of `RECOMPUTE`; None: `auto` on a GPU, else `operations`."""
+    """It is one of `RECOMPUTE`; None: `auto` on a GPU, else `operations`."""
     strict: bool = False
     """A memory budget that is not kept is a failure of the run."""
     trace: bool = False

@@ -65,9 +65,9 @@ class WatchEnd:
     """What came of a watch."""
 
     run: Path
-    """The directory of its files."""
+    """It is the directory of its files."""
     reason: str
-    """Why it ended, in words."""
+    """It says in words why the watch ended."""
     detection: Detection | None
     """The last verdict on the telemetry; None if there was never enough of it."""
     rhythm: Rhythm | None
@@ -161,7 +161,7 @@ class _Watch:
         self._case: OutsideConductor | None = None
         """The search that is under way."""
         self._before = (0, 0)
-        """Blocks and iterations of the cases before this one."""
+        """The cases before this one had so many blocks and iterations."""
         self._sampled_s = -RECORD_EVERY_S
 
     @property

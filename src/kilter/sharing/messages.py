@@ -50,9 +50,9 @@ class Identity(msgspec.Struct, frozen=True):
 
     name: str
     gpus: tuple[int, ...]
-    """The GPU of each rank."""
+    """Each rank has its GPU here."""
     alone_step_s: float | None = None
-    """Given by the user."""
+    """The user has given it."""
     max_slowdown: float | None = None
     """What lower clocks may cost the job, given by the user."""
     ratios: Ratios | None = None
@@ -65,7 +65,7 @@ class JobStatus(Identity, frozen=True, kw_only=True):
     """A job, as its rank 0 reports it."""
 
     number: int
-    """Grows with every report: the heartbeat."""
+    """It grows with every report: the heartbeat."""
     pid: int
     facts: Facts
     iteration: int

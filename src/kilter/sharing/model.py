@@ -36,7 +36,7 @@ class JobCost(msgspec.Struct, frozen=True):
     """Time of one step of a job, in parts."""
 
     sample_s: float
-    """GPU time per sample."""
+    """One sample takes this on a GPU."""
     fixed_s: float = 0.0
     """GPU time of each active rank whatever its samples (kernel launches, the optimizer)."""
     host_s: float = 0.0
@@ -167,7 +167,7 @@ def observe(
 
 _CONTENTIONS = (1.0, 0.75, 0.5, 0.25, 0.0, 1.25, 1.5, 2.0)
 _NOISE = 0.03
-"""Relative error of an observed time."""
+"""An observed time has this relative error."""
 _FIXED_PART = 0.5
 _CONTENTION_SD = 0.5
 """What is expected before anything was seen: the time of a step is proportional to its samples, as

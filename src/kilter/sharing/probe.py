@@ -15,7 +15,7 @@ from kilter.sharing.messages import JobStatus
 from kilter.sharing.plan.snapshot import Ratios
 
 PROBE_S = 20.0
-"""The longest pause of the other jobs."""
+"""The other jobs pause for at most this."""
 REST = 20.0
 """Probes take at most a twentieth of the machine's time."""
 STILL_S = 1.0
@@ -31,7 +31,7 @@ class _Under(msgspec.Struct):
     slot: int
     begun_s: float
     before: Ratios | None
-    """The job's ratio, by rank."""
+    """It is the job's ratio, by rank."""
     still: dict[int, tuple[int, float]] = {}
     """Another job -> its iteration, and since when."""
     mark: tuple[int, float] | None = None

@@ -74,7 +74,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_bytes: int | None = None
     period_s: float = 20.0
     noise: float = 0.0
-    """Relative standard deviation of the observed times."""
+    """Observed times have this relative standard deviation."""
     seed: int = 0
     source: str = ""
     """Where the costs come from."""
@@ -88,7 +88,7 @@ class JobResult(msgspec.Struct, frozen=True):
     arrival_s: float
     finish_s: float
     alone_s: float
-    """The time of the whole job with the machine to itself."""
+    """The whole job takes this with the machine to itself."""
     alone_source: str
     slowdown: float
     rho: float

@@ -17,7 +17,7 @@ class Card(msgspec.Struct, kw_only=True):
 
     name: str = "NVIDIA Fake H200"
     uuid: str = ""
-    """Made from the position if empty."""
+    """It is made from the position if it is empty."""
     pci_bus_id: str = ""
     architecture: int = 9
     sm_clocks_mhz: tuple[int, int, int] = (345, 1980, 15)
@@ -43,9 +43,9 @@ class Card(msgspec.Struct, kw_only=True):
     sm_lock_mhz: tuple[int, int] | None = None
     memory_lock_mhz: tuple[int, int] | None = None
     limit_mw: int | None = None
-    """Requested limit; the default if `None`."""
+    """It is the limit that was requested; the default if `None`."""
     pids: tuple[int, ...] = ()
-    """Processes that compute on the card."""
+    """These processes compute on the card."""
     temperature_c: int = 45
     persistence: bool = True
     mig: bool = False
@@ -59,14 +59,14 @@ class Card(msgspec.Struct, kw_only=True):
     """Accepts any request, obeys it only inside this range."""
 
     event_reasons: int = 0
-    """Bits on top of those for idle and power cap."""
+    """These bits come on top of those for idle and power cap."""
 
     sm_active: float = 0.9
     dram_active: float = 0.4
     tensor_active: float = 0.3
     """At full load, as the performance monitoring of Hopper and newer tells them."""
     loaded_s: float = 0.0
-    """Integral of the load: its counters."""
+    """It is the integral of the load: its counters."""
 
     energy_mj: float = 0.0
     energy_at_s: float = 0.0

@@ -31,7 +31,7 @@ iterations with a section each, alone or as one of several gloo ranks."""
 ENDLESS_S = 600.0
 ITERATION_S, DOWN_S, UP_S = 0.4, 0.05, 0.3
 DEADLINE_S = 0.8
-"""Deadline of a low clock in the short iterations."""
+"""A low clock has this deadline in the short iterations."""
 
 
 class SectionBox(Box):
@@ -117,7 +117,7 @@ class SectionProgram(ToldProcess):
         code = f"from {__name__} import serve; serve(*{place!r}, {what!r}, {hold_s}, {up_s})"
         super().__init__(box, code, environ)
         self.conductor = 0
-        """Its process id."""
+        """It is its process id."""
 
     def meet(self) -> None:
         self.conductor = int(self._out.readline())

@@ -55,7 +55,7 @@ class _Row:
     name: str
     about: str
     ready: Callable[[Any, Sequence[Tensor]], _Ready]
-    """From the module (or list of branches) and its inputs."""
+    """It is made from the module (or list of branches) and its inputs."""
     devices: tuple[str, ...] = ("cuda",)
     explains: bool = False
 

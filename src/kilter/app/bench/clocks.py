@@ -60,7 +60,7 @@ examples:
 """
 
 BLOCK = 5
-"""Iterations per block."""
+"""A block has so many iterations."""
 HOUR_ITERATIONS = 12_000
 """A job of one hour has so many, at 300 ms each."""
 

@@ -366,7 +366,7 @@ class FaultRow:
     """What a job had set meanwhile; from the card's log."""
     expected: Setting
     after: Setting
-    """Read from the card itself."""
+    """It is read from the card itself."""
     set_last_by: str
     note: str
     journal_left: bool

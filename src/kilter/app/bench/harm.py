@@ -370,7 +370,7 @@ class HarmRow:
     differences: tuple[str, ...]
     work: str
     peak_bytes: tuple[int, int]
-    """Host memory, plain and governed."""
+    """It is host memory, of the plain run and of the governed one."""
 
 
 def differences(case: Case, plain: ProgramOutcome, governed: ProgramOutcome) -> tuple[str, ...]:

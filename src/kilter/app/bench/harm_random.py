@@ -35,7 +35,7 @@ from kilter.lease.journal import STATE_VARIABLE
 from kilter.testing.warm_python import WarmPython
 
 BATCH = 25
-"""Programs in one process."""
+"""One process runs so many programs."""
 BATCH_S = 400.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MIN_BYTES = 256
@@ -312,7 +312,7 @@ class Compared:
     planned: bool
     recomputed: bool
     unnamed: bool
-    """Equal, but for `_MAKER` in a message."""
+    """They are equal, but for `_MAKER` in a message."""
 
 
 def run_batch(how: str, seeds: Sequence[int], warm: WarmPython) -> dict[int, ProgramResult]:

@@ -41,11 +41,11 @@ class TimedRun:
     arm: str
     steps: int
     iteration_s: float
-    """Mean over the steady state."""
+    """It is the mean over the steady state."""
     window_s: float
     """Mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
     slowest_s: float
-    """Longest step of those."""
+    """It is the longest step of those."""
     kilter_iteration_s: float | None
     """What the session itself measured (median of its baseline blocks)."""
     hook_cost_s: float | None

@@ -21,7 +21,7 @@ from kilter.model.power import Power, capped_clock
 from kilter.model.roofline import Quantity, Roofline
 
 JOBS = 6
-"""Workloads of one card."""
+"""One card has so many workloads."""
 IDLE = (0.3, 0.97)
 RANDOM_KNOBS = ("sm", "limit", "sm+memory", "sm+limit")
 ROW_ERROR = 0.002

@@ -55,11 +55,11 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     rank0_looks: float
     """Questions of rank 0 for messages that were not there yet."""
     most_notes: float
-    """The same as `rank0_notes` of the rank with most of them."""
+    """The rank with most of them has so many of what `rank0_notes` counts."""
     all_notes: float
     """All ranks together post, read and drop so many."""
     rank_notes: float
-    """The same of the usual rank: the median."""
+    """The usual rank (the median) has so many of them."""
     rank_looks: float
     rank0_core_share: float
     """Processor time of rank 0's process, simulated iterations included, over time."""

@@ -19,7 +19,7 @@ from kilter.clocks.plan.worth import ClockCosts
 from kilter.device.sim.noise import Noise, NoiseSource
 
 BLOCK = 5
-"""Iterations per block."""
+"""A block has so many iterations."""
 SECTION_NOISE = 0.03
 """Standard deviation of a section's own length, relative."""
 DEEPER = 0.7

@@ -131,7 +131,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     may: bool
     """By the policy and by what the GPU is."""
     now: bool
-    """And by whose processes compute on the GPU at this moment."""
+    """The GPU may be set at this moment, also by whose processes compute on it."""
     reason: Reason | None = None
     grant: Grant | None = None
 

@@ -37,7 +37,7 @@ examples:
 """
 
 MOST_SECTIONS = 12
-"""Sections printed, by exposed time."""
+"""So many sections are printed, those with the most exposed time first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -125,7 +125,7 @@ class Report(Judgement):
     iterations: int
     """The script did so many; in a killed run, so many are on record."""
     contract: float | None
-    """The allowed slowdown."""
+    """It is the slowdown that is allowed."""
     within_contract: bool | None
     """The whole interval of the slowdown is below the bound (True) or above it (False)."""
     kept: bool
@@ -153,7 +153,7 @@ class Report(Judgement):
     unseen: str | None
     """Why no iteration was seen, and what to do about it; None if one was."""
     job: JobClass
-    """What bounds the job."""
+    """It says what bounds the job."""
     features: TraceFeatures | None
     """How an iteration uses the GPU; None without a trace of it."""
     idle: Idle | None

@@ -435,7 +435,7 @@ class Timeline:
     before_bytes: tuple[int, ...]
     after_bytes: tuple[int, ...]
     backward_from: int
-    """First operation of backward."""
+    """Backward begins with this operation."""
     spans: tuple[Span, ...]
 
 

@@ -20,7 +20,7 @@ class OperationEnergy:
     same place in every layer."""
 
     name: str
-    """`blocks.*.mlp.0` for that of several layers."""
+    """It is `blocks.*.mlp.0` for that of several layers."""
     names: int
     """How many that are."""
     kind: str

@@ -32,9 +32,9 @@ class Cover(msgspec.Struct, frozen=True, kw_only=True):
     after: str
     """The collective with whose readiness it begins."""
     lead_s: float
-    """From there to the beginning of the section."""
+    """It leads from there to the beginning of the section."""
     compute_s: float
-    """Computation in it, at the default clock."""
+    """Computation in it takes this at the default clock."""
     stretch: float
     """As many times as long it may take."""
 

@@ -107,7 +107,7 @@ class Probed:
     log_time: float
     log_energy: float
     sd: float
-    """Standard error of both."""
+    """Both have this standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

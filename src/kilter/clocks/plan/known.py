@@ -48,7 +48,7 @@ class PairBook:
     def __init__(self) -> None:
         self._ratios: dict[Setting, list[tuple[float, float]]] = {}
         self._open: tuple[Order, BlockOutcome] | None = None
-        """The first block of a pair."""
+        """It is the first block of a pair."""
         self._held = False
         self.baseline: list[BlockOutcome] = []
         self.readings: Sequence[Sample] = ()

@@ -51,7 +51,7 @@ class OrderedOperations(msgspec.Struct, frozen=True, kw_only=True):
     """Measured at the default clock, from the beginning of the iteration."""
     end_s: Array
     time_s: Array
-    """(operations, levels + 1)"""
+    """It has a row for each operation and a column for each level, and one for the default."""
     energy_j: Array
     waiting_w: Array
     iteration_s: float

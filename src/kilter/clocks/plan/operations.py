@@ -33,12 +33,12 @@ Array = NDArray[np.float64]
 Path = NDArray[np.intp]
 
 _PRICES = 16
-"""Prices evaluated together."""
+"""So many prices are evaluated together."""
 _REFINEMENTS = 3
 _FINAL = 4
 """Prices around the best one whose paths are looked at."""
 _ROUNDS = 8
-"""Improvements of a path by one stretch each."""
+"""A path is improved so many times, by one stretch each."""
 _EDGES = 64
 """Operations at which a stretch may begin or end, besides those at which the path changes."""
 _TRIED = 48
@@ -49,9 +49,9 @@ class OperationsProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Operations in order, and settings of which the first is the default."""
 
     time_s: Array
-    """(operations, settings)"""
+    """It has a row for each operation and a column for each setting."""
     energy_j: Array
-    """(operations, settings)"""
+    """It is laid out alike."""
     waiting_w: Array
     """(settings): power while a switch is under way."""
     switch_s: float
@@ -92,7 +92,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
 
     best: Assignment
     static: Assignment
-    """The best single setting within the bound."""
+    """It is the best single setting within the bound."""
     lower_bound_j: float
     """No assignment within the bound takes less energy."""
 

@@ -32,7 +32,7 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
 
     pace: JobPace
     power_w: float
-    """Mean over the same stretch."""
+    """It is the mean over the same stretch."""
     block_iterations: int
     pair_error: float
     """Standard error that the log ratio of two such blocks is expected to have."""

@@ -59,7 +59,7 @@ class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     share: float
-    """Its length over the iteration's."""
+    """It is the section's length over the iteration's."""
     roles: tuple[tuple[int, ...], ...]
     """Ranks that do the same work in it; a rank without this section is in none."""
     wait: tuple[float, ...]

@@ -122,9 +122,9 @@ class SectionLane(msgspec.Struct, frozen=True, kw_only=True):
     compute: RankTimes
     overlapped: RankTimes
     transferring: RankTimes
-    """Exposed, and not waiting."""
+    """Exposed communication is in it that does not wait."""
     waiting: RankTimes
-    """Exposed and waiting for another rank."""
+    """Exposed communication is in it that waits for another rank."""
     copies: RankTimes
 
 

@@ -47,7 +47,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
     median_s: float
     spread: float
-    """Standard deviation of the logarithm."""
+    """It is the standard deviation of the logarithm."""
 
     def quantile(self, share: float) -> float:
         return self.median_s * math.exp(self.spread * _NORMAL.inv_cdf(share))
@@ -75,7 +75,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_hz: float | None
     memory_clock_hz: float | None = None
     saved_w: float
-    """Power in communication by default minus here."""
+    """It is the power in communication by default, less the power here."""
     waiting_w: float
     computing_w: float
     stretch: float
@@ -149,7 +149,7 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
 
     first: str
     last: str
-    """Keys of the sections."""
+    """Both are keys of sections."""
     sections: int
     sm_clock_hz: float | None
     memory_clock_hz: float | None = None
@@ -160,7 +160,7 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     """When the commands leave, from the beginning of the iteration; may be in the one before."""
     up_at_s: float
     computed_s: float
-    """Computation between its sections."""
+    """Computation between its sections takes this."""
     saved_j: float
     delay_s: float
     cover: Cover | None = None

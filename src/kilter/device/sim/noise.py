@@ -17,15 +17,15 @@ class Noise:
     """
 
     white: float = 0.0
-    """Standard deviation."""
+    """It is a standard deviation."""
     drift: float = 0.0
-    """Standard deviation of the stationary AR(1) process."""
+    """It is the standard deviation of a stationary AR(1) process."""
     memory: float = 0.9
-    """Its correlation from one iteration to the next."""
+    """That process correlates so much from one iteration to the next."""
     outlier_probability: float = 0.0
     outlier_mean: float = 0.1
     power: float = 0.0
-    """Standard deviation of the power of an iteration."""
+    """The power of an iteration has this standard deviation."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.memory < 1.0:
@@ -37,7 +37,7 @@ class Noise:
 
 
 QUIET = Noise()
-"""No noise at all."""
+"""There is no noise at all."""
 
 
 class NoiseSource:

@@ -37,7 +37,7 @@ class Knobs:
     """Ascending; the last one is the default."""
     limit_lowest_w: float
     limit_highest_w: float
-    """The default."""
+    """It is the default as well."""
     limit_step_w: float
     limit_kept: float
     """Fraction of the limit at which the device holds its power once it throttles."""
@@ -98,9 +98,9 @@ class Switch:
 
     median_s: float
     target_spread: float
-    """Standard deviation of the logarithm between targets."""
+    """The logarithm has this standard deviation between targets."""
     spread: float
-    """The same between repetitions of one target."""
+    """It has this one between repetitions of one target."""
 
     def __post_init__(self) -> None:
         require_positive(self, or_zero=("target_spread", "spread"))

@@ -53,7 +53,7 @@ class RecordedRow:
     time_s: float
     """One run, epoch, iteration or launch takes this: the table's own unit of work."""
     power_w: float
-    """Mean power of the card."""
+    """It is the mean power of the card."""
     energy_j: float
     """Energy of the same piece of work."""
     flops: float | None = None

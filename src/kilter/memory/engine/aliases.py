@@ -25,7 +25,7 @@ class Holders(NamedTuple):
     """So many hold it from C++, beside the one Python object."""
     storage: int
     storage_object: int
-    """Python's references to the storage."""
+    """Python has so many references to the storage."""
 
     def exceed(self, alone: Holders, others: int = 0) -> bool:
         """There are more than of a tensor that nobody else holds, beside so many tensors of ours on

@@ -28,7 +28,7 @@ class Demand:
         list."""
         self.spilled = 0
         self.refused: dict[str, Reason] = {}
-        """The first reason of each code."""
+        """It has the first reason of each code."""
 
     def begin(self) -> None:
         """A pass begins."""

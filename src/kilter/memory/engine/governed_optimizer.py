@@ -64,7 +64,7 @@ class RoundOfVisits:
         """Parameters that had state before this round."""
         self.visited: set[int] = set()
         self.updated: set[int] = set()
-        """Buckets of this round."""
+        """These buckets were updated in this round."""
 
     def end(self) -> None:
         """All updates are done."""
@@ -78,14 +78,14 @@ class GradientEvidence:
 
     def __init__(self) -> None:
         self.settings: Any = None
-        """The groups' options when the first gradient arrived."""
+        """The groups had these options when the first gradient arrived."""
         self.seen: dict[int, tuple[int, int]] = {}
-        """Storage and version of gradients as they arrived."""
+        """Gradients arrived with this storage and version."""
         self.marks: list[tuple[int, CopyEvent]] = []
         self.arrives_s: dict[int, float] = {}
         """By parameter, from the first gradient on; of the last iteration that was watched."""
         self.at: dict[int, int] = {}
-        """By parameter, the operation of the pass in which its gradient arrives."""
+        """A parameter's gradient arrives in this operation of the pass."""
 
     def arrived(self, parameter: Any, event: Callable[[], int | None]) -> None:
         """A gradient was accumulated; `event` gives the operation of the pass, if it is known."""

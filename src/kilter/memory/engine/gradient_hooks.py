@@ -16,7 +16,7 @@ class GradientHooks:
     def __init__(self, arrived: Callable[[Any], None]) -> None:
         self._arrived = arrived
         self._hooked: dict[int, Any] = {}
-        """By the parameter's identity, the handle of the hook on its gradient."""
+        """Each parameter, by its identity, has the handle of the hook on its gradient."""
         self._hooks: list[Any] = []
         self._search: Any = None
         self._early: dict[int, Known] = {}

@@ -45,7 +45,7 @@ class GradientPlace(IntEnum):
     THERE = 1
     """Accumulated, not used yet."""
     STEPPED = 2
-    """Used by the step, not zeroed yet."""
+    """The step has used it; it is not zeroed yet."""
     TAKEN = 3
     """Consumed in backward, before the program has called step."""
     GONE = 4

@@ -127,7 +127,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
         self._moved = moved
         """Whether some weight no longer has the address that it began with."""
         self._foreign = foreign
-        """Whether modules compute on another stream than this."""
+        """It says whether modules compute on another stream than this."""
         self._replaced = Replacements()
         self._end_around: Callable[[], None] = lambda: None
         self._graphs: set[int] = set()

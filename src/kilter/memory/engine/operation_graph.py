@@ -76,7 +76,7 @@ class RecomputeRule(NamedTuple):
     kind: str
     """What the operation is called, for people."""
     build: Build
-    """What recomputes an output of this type and size."""
+    """It recomputes an output of this type and size."""
     many: bool = False
     """It has several outputs, each with a number."""
 

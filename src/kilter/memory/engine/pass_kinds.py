@@ -31,7 +31,7 @@ from kilter.memory.plan.simulate import simulate
 SETTLED_STEPS = 2
 """Optimizer steps before a pass counts as settled: the first creates gradients and state."""
 SETTLED_PASSES = 6
-"""The same for jobs without a `torch.optim` optimizer."""
+"""It is the same for jobs without a `torch.optim` optimizer."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3

@@ -69,9 +69,9 @@ class SavedSegment:
     """The call of a module that is recomputed at one time."""
 
     name: str
-    """The class of the module."""
+    """It is the class of the module."""
     module: Any
-    """Gives the module, for the engine alone."""
+    """It gives the module, for the engine alone."""
     first: int
     last: int
     """First and last event inside."""
@@ -108,9 +108,9 @@ class PassRecord:
     """What happened: the size of a storage saved for the first time, `again_code`, `use_code`, or
     `FOREIGN`. Passes are distinguished by it."""
     names: tuple[str, ...]
-    """Name of each operation: the framework's node at its event."""
+    """Each operation is named by the framework's node at its event."""
     backward_from: int
-    """First event of backward."""
+    """Backward begins at this event."""
     data: tuple[SavedTensor, ...]
     operation_s: list[float]
     level_bytes: list[int]
@@ -434,7 +434,7 @@ class _Intervals:
         """The tensor of this number has that interval."""
         self.intervals: list[IdleInterval] = []
         self.numbers: list[int] = []
-        """For each interval its tensor, or the first of them."""
+        """Each interval has its tensor here, or the first of them."""
 
     def put_together(self, segment: SavedSegment) -> int | None:
         """Have all that a segment makes be one interval; gives the event that needs it. None where

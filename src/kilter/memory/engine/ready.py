@@ -93,7 +93,7 @@ class Ready:
     packed_steps: bytes
     """What the compiled library needs of them."""
     places: dict[int, tuple[int, int]]
-    """Where in the arena the tensors go, by number: offset and size."""
+    """Each tensor, by number, has its offset and size in the arena."""
     beside_bytes: list[int]
     """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Ready:
     tuned: int = 0
     """Passes whose peak was measured."""
     peak_bytes: int = 0
-    """The largest of them."""
+    """It is the largest of them."""
     waits: list[Waits] = field(default_factory=list)
     """They are those of passes in which waiting for copies was timed."""
     quiet: int = 0

@@ -169,7 +169,7 @@ class Step(NamedTuple):
     reads: frozenset[int]
     writes: frozenset[int]
     makes: tuple[tuple[int, int], ...]
-    """Places of results, with the storages that they brought."""
+    """They are the places of results, with the storages that they brought."""
     generator: torch.Generator | None
     """The one that it draws from."""
     state: torch.Tensor | None
@@ -605,7 +605,7 @@ class Recording:
 
 
 present: Recording | None = None
-"""What records now."""
+"""It records now."""
 
 
 def begin(guard: Callable[..., bool], compiled: Any = None) -> CallRecorder:

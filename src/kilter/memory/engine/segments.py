@@ -81,7 +81,7 @@ class ModuleCall:
         """Event of the pass that is the first one inside."""
         self.last = -1
         self.expected: Any = None
-        """What its observer expects of it."""
+        """Its observer expects this of it."""
         self.reads: dict[int, frozenset[int]] = {}
         """By number of each tensor in the pass, the saved tensors that it is made from where all
         others are there."""

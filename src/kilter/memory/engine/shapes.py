@@ -52,7 +52,7 @@ class Shapes:
     """What an iteration takes, in bytes of the framework's allocations. Simulated."""
 
     weights_bytes: int
-    """Parameters and buffers."""
+    """Parameters and buffers take this."""
     gradients_bytes: int
     state_bytes: int
     inputs_bytes: int
@@ -61,11 +61,11 @@ class Shapes:
     peak_bytes: int
     """The whole iteration takes this, the optimizer's step with it."""
     step_bytes: int
-    """The peak in the optimizer's step."""
+    """It is the peak in the optimizer's step."""
     record: PassRecord
     """Forward and backward with everything kept."""
     used_up: PassRecord
-    """Forward and backward with gradients consumed as they arrive."""
+    """It is forward and backward with gradients consumed as they arrive."""
     bucket_state_bytes: int
     """The least optimizer state that is on the device at any time if the state is streamed."""
 

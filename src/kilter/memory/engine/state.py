@@ -64,7 +64,7 @@ class StateReport:
     watching: bool
     """For at least one optimizer that is not decided yet."""
     visits: int
-    """Buckets updated in backward."""
+    """So many buckets are updated in backward."""
     late: int
     """Visits that found their state offloaded and had to fetch it."""
     out_bytes: int
@@ -73,9 +73,9 @@ class StateReport:
     gradient_bytes: int
     """The most that gradients take now; without consuming, all of them."""
     state_bytes: int
-    """State on the device between visits."""
+    """So much state is on the device between visits."""
     offloaded_bytes: int
-    """State on the host between visits."""
+    """So much state is on the host between visits."""
     plans: tuple[StatePlan, ...]
     refused: tuple[Reason, ...]
     """Why gradients are kept or state stays."""
@@ -136,7 +136,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._hooks = GradientHooks(self._fenced(self._arrived))
         self._leave_steps: Callable[[], None] = lambda: None
         self._guard: Any = None
-        """On modules, between the first gradient and the step."""
+        """It guards modules, between the first gradient and the step."""
         self._visits = 0
         self._rounds = Rounds(
             backend, self._stream, link, self._access, before_update, self._changed

@@ -29,10 +29,10 @@ class Where(Enum):
 
     RESIDENT = "resident"
     OFFLOADING = "offloading"
-    """On the device, and being copied to the host."""
+    """It is on the device, and being copied to the host."""
     OFFLOADED = "offloaded"
     PREFETCHING = "prefetching"
-    """On the host, and being copied to the device."""
+    """It is on the host, and being copied to the device."""
 
 
 @dataclass(slots=True)

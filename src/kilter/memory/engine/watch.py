@@ -30,7 +30,7 @@ PAUSE_S = 1e-3
 """Pause of the device at each event of a pass that is watched. Such a pass is issued slowly;
 without the pauses the device would wait elsewhere, and that would count as time of operations."""
 TRIAL_PAUSE_S = 4e-4
-"""The same in a trial, and before each recomputing."""
+"""It is the same in a trial, and before each recomputing."""
 WATCH_REPEATS = 3
 """How often a tensor is recomputed in a trial; the shortest time counts."""
 IN_VAIN = 16

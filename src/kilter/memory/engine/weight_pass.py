@@ -29,7 +29,7 @@ class WeightPass:
         self.marks: list[CopyEvent] = []
         """The moments of the ticks, while they are timed."""
         self.turn: int | None = None
-        """Its first tick of backward."""
+        """It is its first tick of backward."""
         self.timed = True
         self._runs: dict[int, int] = {}
 
@@ -55,13 +55,13 @@ class RepeatedPass:
 
     def __init__(self) -> None:
         self.kind: tuple[tuple[Tick, ...], int] | None = None
-        """Its ticks, and the first of backward among them."""
+        """It has its ticks, and the first of backward among them."""
         self.seen = 0
-        """Passes of this kind."""
+        """So many passes were of this kind."""
         self._gaps_s: list[float] = []
         """They are the shortest times between ticks; the last one is up to the next pass."""
         self._timed = 0
-        """Passes under a plan."""
+        """So many passes ran under a plan."""
 
     @property
     def wants_times(self) -> bool:

@@ -42,7 +42,7 @@ class MovedWeight:
         self.where = Where.RESIDENT
         self.host: torch.Tensor | None = None
         self.on_host: torch.Tensor | None = None
-        """The host memory as a tensor of the device, in the parameter's shape."""
+        """It is the host memory as a tensor of the device, in the parameter's shape."""
         self.incoming: torch.Tensor | None = None
         """Device memory that the weight is copied back to."""
         self.version = -1
@@ -52,7 +52,7 @@ class MovedWeight:
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.sum: Any = None
-        """The sum over the bits of the copy."""
+        """It is the sum over the bits of the copy."""
         self.published = False
         """The weight was copied since it was updated in backward."""
         self.marker = key

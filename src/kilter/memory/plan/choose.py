@@ -37,7 +37,7 @@ class MemoryPlan(PlanFigures, frozen=True, kw_only=True):
 
     schedule: Schedule
     transfer_s: float
-    """Time of all transfers, each direction on its own."""
+    """All transfers take this, each direction on its own."""
     bound_s: float | None = None
     """No schedule of this kind is faster; None if it was not asked for or HiGHS is missing."""
     solve_s: float | None = None

@@ -39,7 +39,7 @@ class Joint:
     room_bytes: int
     state: StatePlan
     iteration_s: float
-    """Forward and backward, with the updates in it and all waiting."""
+    """Forward and backward take this, with the updates in it and all waiting."""
     taken: float
     """Share of the way to the device in backward that state takes."""
     left: Link

@@ -114,7 +114,7 @@ class Problem:
 
     operation_s: tuple[float, ...]
     resident_bytes: tuple[int, ...]
-    """Bytes on the device during each operation with nothing evicted."""
+    """So much is on the device during each operation with nothing evicted."""
     intervals: tuple[IdleInterval, ...]
     link: Link
     budget_bytes: int

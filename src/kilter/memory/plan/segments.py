@@ -27,7 +27,7 @@ class SegmentChoice(NamedTuple):
 
     first: int
     last: int
-    """Events of the pass."""
+    """Both are events of the pass."""
     size_bytes: int
     recompute_s: float
 

@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
     lane: str
     index: int  # type: ignore[assignment]  # a tuple's method, which nobody calls here
-    """Operation (compute, stall) or interval (recompute, out, in)."""
+    """It is an operation (compute, stall) or an interval (recompute, out, in)."""
     start_s: float
     end_s: float
 
@@ -64,7 +64,7 @@ class SimulatedPass:
     in_bytes: int
     spans: tuple[Span, ...]
     faults: tuple[str, ...]
-    """Empty for a correct schedule."""
+    """It is empty for a correct schedule."""
 
 
 class _State(enum.Enum):

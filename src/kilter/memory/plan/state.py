@@ -45,7 +45,7 @@ class Bucket:
     """Consecutive updates that are done together."""
 
     first: int
-    """Index of the first update."""
+    """It is the index of the first update."""
     count: int
     gradient_bytes: int
     state_bytes: int
@@ -67,9 +67,9 @@ class StatePlan:
     resident_bytes: int
     """State on the device while no bucket is being copied: during forward."""
     peak_bytes: int
-    """The most state on the device at one time."""
+    """It is the most state on the device at one time."""
     moved_bytes: int
-    """Each way, in each iteration."""
+    """So much moves each way, in each iteration."""
     stall_s: float
     """Simulated wait of the computation for copies."""
 

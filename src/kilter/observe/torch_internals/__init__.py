@@ -31,7 +31,7 @@ NO_BRANCHES = "branches run serially"
 
 
 SUPPORTED = "2.8 to 2.15"
-"""Versions of PyTorch."""
+"""These versions of PyTorch are supported."""
 
 
 class Internal(NamedTuple):

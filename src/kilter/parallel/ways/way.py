@@ -23,7 +23,7 @@ class Way:
     about: ClassVar[str]
     """What it does, in one line."""
     works_on: ClassVar[tuple[str, ...]]
-    """Types of devices."""
+    """It works on devices of these types."""
     tried_on: ClassVar[tuple[str, ...]] = ()
     """Types of devices on which `auto` tries it."""
     differentiable: ClassVar[bool] = False
@@ -31,7 +31,7 @@ class Way:
     compiles: ClassVar[bool] = False
     """Whether it needs a compiler, which takes seconds."""
     captures: ClassVar[bool] = False
-    """Whether it becomes a CUDA graph on a GPU."""
+    """It becomes a CUDA graph on a GPU."""
     same_kernels: ClassVar[bool] = False
     """Whether it runs the serial loop's own kernels on a GPU, so that every bit has to be equal."""
     calls_branches: ClassVar[bool] = False

@@ -78,7 +78,7 @@ class ElasticJob:
         """Each DistributedDataParallel, or the outermost module of a `fully_shard`."""
         self.optimizers: list[Any] = []
         self.others: list[Any] = []
-        """Schedulers and gradient scalers."""
+        """They are schedulers and gradient scalers."""
         self.share: Share | None = None
         self.facts: Facts | None = None
         self.refused: Reason | None = None

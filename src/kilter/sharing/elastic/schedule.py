@@ -67,7 +67,7 @@ class GlobalBatches:
         self._drawn, self._may_idle, self._first = drawn, may_idle, first
         self.count = min(len(batches) for batches in drawn)
         self.end = first + self.count
-        """The first iteration after the pass."""
+        """It is the first iteration after the pass."""
         self.same = len(drawn) > 1 and all(list(batches) == list(drawn[0]) for batches in drawn[1:])
 
     def _parts(self, iteration: int) -> Iterator[Sequence[Index]]:

@@ -57,7 +57,7 @@ class SharedJob(msgspec.Struct, frozen=True):
     """The GPUs on which the job has a rank; None: on every one."""
     cost: JobCost | None = None
     alone_s: float | None = None
-    """Time of a step with the whole machine to itself."""
+    """A step takes this with the whole machine to itself."""
     progress: Progress = Progress()
     busy: tuple[float, ...] = ()
     """The fraction of each GPU's time that this job's own work takes."""

@@ -54,8 +54,8 @@ class Backend(Protocol):
     shows_waits: bool
     """Two marks around a `wait` show how long the device waited for the copy."""
     holds: Callable[[int], None] | None
-    """Told how many bytes saved tensors hold, at each change by the engine, where the backend keeps
-    account of them itself; None where an allocator does."""
+    """Told how many bytes saved tensors hold, whenever the engine takes or evicts some (not at the
+    compiled library's quiet events), where the backend keeps account itself; None: it does not."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""

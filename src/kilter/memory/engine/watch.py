@@ -147,7 +147,10 @@ def described(tensor: torch.Tensor) -> str:
 
 class Watch:
     """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one.
-    `after_step` says that the pass began after an optimizer had stepped."""
+    `after_step` says that the pass began after an optimizer had stepped.
+
+    It has many attributes because an event of the pass adds to most of them.
+    """
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 from types import SimpleNamespace
@@ -219,7 +220,7 @@ def test_what_cannot_be_sized_is_said(options: dict[str, object], words: str) ->
 def test_nothing_to_train_is_said() -> None:
     with pytest.raises(UsageError, match="no parameter that is trained"):
         kilter.size(nn.Linear(8, 8).requires_grad_(False), torch.randn(4, 8))
-    with pytest.raises(UsageError, match="give loss="):
+    with pytest.raises(UsageError, match="no tensor with a gradient: give a loss"):
         kilter.size(_Integers(), torch.randn(4, 8))
 
 
@@ -341,6 +342,24 @@ def sparse():
 def prints():
     print("made")
     return make()
+
+def ignores(batch=8):
+    return make()
+
+class Complex(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).to(torch.complex64)
+
+def imaginary():
+    return Complex(4, 4), (torch.randn(2, 4),)
+
+class Hooked(nn.Linear):
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+def hooked():
+    return Hooked(4, 4), (torch.randn(2, 4),)
 """
 
 
@@ -368,6 +387,8 @@ def test_a_model_without_a_tensor_of_a_mebibyte_has_a_size(tiny, capsys):
         (["tiny.py:two"], "the loss has to take the model's output alone"),
         (["tiny.py:nothing"], "the loss has to be a tensor; it is a NoneType"),
         (["tiny.py:sparse"], "makes a sparse tensor: its memory cannot be known from shapes"),
+        (["tiny.py:imaginary"], "the model returns complex tensors alone: give a loss, which has"),
+        (["tiny.py:hooked"], "or saved-tensor hooks of the model itself (save_on_cpu, say) take"),
     ],
 )
 def test_a_builder_that_cannot_be_used_is_one_sentence(tiny, arguments, message, capsys):
@@ -404,6 +425,22 @@ def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys, monkeypatch):
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["peak_bytes"] <= budget_bytes for row in rows[:2]] == [True, False]
     assert [row["fit"]["fits"] for row in rows[2:]] == [True, False]
+
+
+def test_a_batch_that_changes_nothing_has_no_largest(tiny, capsys):
+    assert main(["size", "tiny.py:ignores", "--memory-budget", "1GiB"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "largest" in line)
+    assert line.split(maxsplit=2)[2].startswith("unknown: ")
+
+
+def test_no_pieces_of_a_batch_are_looked_for_in_search_of_the_largest(monkeypatch):
+    """For thousands of samples that takes longer than all the rest."""
+    net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    sized = functools.cache(lambda batch: kilter.size(net, torch.randn(batch, 512)))
+    monkeypatch.setattr(size.Size, "_divided", lambda *_: pytest.fail("pieces were looked for"))
+    found = largest_batch(sized, sized(8).peak_bytes + 8 * 2**20)
+    assert found is not None
+    assert 8 < found.as_it_is < found.with_plan
 
 
 BROKEN = """
@@ -476,7 +513,8 @@ def test_the_largest_batch_however_sizes_grow(largest, grown):
         return SimpleNamespace(
             peak_bytes=peak_bytes,
             least_bytes=[("", peak_bytes)],
-            fit=lambda budget_bytes: SimpleNamespace(fits=fits, how=""),
+            moved=lambda budget_bytes: SimpleNamespace(fits=fits, how=""),
+            as_json=lambda: batch,
         )
 
     assert largest_batch(sized, budget_bytes).as_it_is == largest

@@ -87,13 +87,18 @@ class Size:
         return tuple(found)
 
     def fit(self, budget_bytes: int) -> Fit:
-        """How this gets under a budget: by moving as little as does it, in the order above."""
+        """How this gets under a budget: by moving as little as does it, or in pieces."""
+        found = self.moved(budget_bytes)
+        return replace(found, division=self._divided(budget_bytes)) if found.how else found
+
+    def moved(self, budget_bytes: int) -> Fit:
+        """By moving as little as does it, in the order above. No pieces are looked for, which
+        takes long for a large batch."""
         shapes = self.shapes
         compute_s = sum(shapes.record.operation_s)
-        fit = partial(Fit, budget_bytes=budget_bytes, compute_s=compute_s)
+        fit = partial(Fit, budget_bytes=budget_bytes, compute_s=compute_s, division=None)
         if self.peak_bytes <= budget_bytes:
-            return fit(how="", fits=True, plan=None, division=None)
-        fit = partial(fit, division=self._divided(budget_bytes))
+            return fit(how="", fits=True, plan=None)
         words: list[str] = []
         for number, (what, least_bytes) in enumerate(self.least_bytes):
             words.append(what)
@@ -210,23 +215,27 @@ def _count(batch: int) -> str:
 
 MOST_BATCH = 2**20
 """No larger one is looked for."""
+_FIRST_GUESS = 8
 MOST_SIZES = 80
 """Batches asked for in one search, at most: sizes grow nearly in proportion, so six are enough.
 Every third guess halves what is left, so that any growth ends within this."""
 
 
-def largest_batch(sized: Callable[[int], Size], budget_bytes: int) -> LargestBatch:
-    """The largest batches that fit a budget as they are, and with whatever may move."""
+def largest_batch(sized: Callable[[int], Size], budget_bytes: int) -> LargestBatch | None:
+    """The largest batches that fit a budget as they are, and with whatever may move. None where
+    the size does not depend on the batch."""
     sized = functools.cache(sized)
+    if sized(_FIRST_GUESS).as_json() == sized(2 * _FIRST_GUESS).as_json():
+        return None
     plain = _largest(
         lambda n: sized(n).peak_bytes, lambda n: sized(n).peak_bytes <= budget_bytes, budget_bytes
     )
     moved = _largest(
         lambda n: sized(n).least_bytes[-1][1],
-        lambda n: sized(n).fit(budget_bytes).fits,
+        lambda n: sized(n).moved(budget_bytes).fits,
         budget_bytes,
     )
-    how = sized(moved).fit(budget_bytes).how if moved > plain else ""
+    how = sized(moved).moved(budget_bytes).how if moved > plain else ""
     return LargestBatch(
         budget_bytes=budget_bytes, as_it_is=plain, with_plan=max(plain, moved), how=how
     )
@@ -236,7 +245,7 @@ def _largest(bytes_of: Callable[[int], int], fits: Callable[[int], bool], budget
     """The largest batch that fits: guessed where the line through two known sizes meets the budget,
     within what is known to fit and not to fit."""
     low, high = 0, MOST_BATCH + 1
-    other, guess = 0, 8
+    other, guess = 0, _FIRST_GUESS
     for number in range(MOST_SIZES):
         if fits(guess):
             other, low = low, guess
@@ -375,11 +384,10 @@ def _own_loss(output: Any) -> torch.Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
-    sums = [
-        t.float().sum()
-        for t in torch_internals.pytree.tree_leaves(output)
-        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
-    ]
+    leaves = torch_internals.pytree.tree_leaves(output)
+    trained = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    sums = [t.float().sum() for t in trained if t.is_floating_point()]
     if not sums:
-        raise UsageError("the model returns no tensor with a gradient: give loss=")
+        what = "complex tensors alone" if trained else "no tensor with a gradient"
+        raise UsageError(f"the model returns {what}: give a loss, which has to be real")
     return torch.stack(sums).sum()

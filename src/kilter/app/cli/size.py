@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     if budget is not None and budget.size_bytes is not None and _takes(function, batch=1):
         largest = largest_batch(lambda n: _sized(function, n, args), budget.size_bytes)
         if not args.json:
-            print(f"{'largest batch':<18} {largest} [simulated]")
+            unknown = "unknown: what FUNCTION returns has one size whatever batch it is given"
+            print(f"{'largest batch':<18} {largest or unknown} [simulated]")
     if args.json:
         objects = [{"batch": batch, **found.as_json(fit)} for batch, found, fit in rows]
         document = {

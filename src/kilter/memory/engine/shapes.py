@@ -182,7 +182,10 @@ def shapes_of(
         ) from error
     except fake.UnsupportedOperatorException as error:
         raise UsageError(f"{error.func} says nothing of the shapes it makes") from error
-    raise UsageError("the model keeps nothing for its backward: there is nothing to plan")
+    raise UsageError(
+        "no tensor was seen being saved for backward, so there is nothing to plan: there is none, "
+        "or saved-tensor hooks of the model itself (save_on_cpu, say) take them"
+    )
 
 
 @contextmanager

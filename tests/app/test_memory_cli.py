@@ -262,7 +262,7 @@ def test_a_script_that_saves_nothing_large(run: Callable[..., Done]) -> None:
     small = SCRIPT.replace("4096", "16")
     done = run("50%", "5", script=small)
     assert (
-        "refused: the memory plan: no tensor of 1.0 MiB or more was saved for backward"
+        "refused: the memory plan: no tensor of 1.0 MiB or more was seen being saved for backward"
         in done.stderr
     )
     assert "kilter: memory was left alone\n" in done.stderr
@@ -284,18 +284,19 @@ def test_a_script_that_ends_early_keeps_its_exit_code(
 
 def test_a_killed_run_has_a_report(warm: WarmPython, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(SCRIPT)
-    options = ("--memory-budget", "12MiB", "--out", "run", "--device", "null")
+    options = ("--memory-budget", "50%", "--out", "run", "--device", "null")
     command = ["-m", "kilter", "run", *options, "train.py", "100000"]
     with open(os.devnull, "r+b") as nothing:
         process = warm.start(command, cwd=Path.cwd(), environ=os.environ, streams=[nothing] * 3)
     events, plan = Path("run/events-rank0.jsonl"), Path("run/plan.json")
-    while not (plan.exists() and events.exists() and b'"moved"' in events.read_bytes()):
+    while not (plan.exists() and events.exists() and b'"fitted"' in events.read_bytes()):
         assert Path("/proc", str(process.pid)).exists(), "the job has ended by itself"
         time.sleep(0.05)
+    time.sleep(1.0)  # the plan's record follows at once, the next regular one only 5 s later
     os.kill(process.pid, signal.SIGKILL)
     process.wait(900.0)
     assert main(["report", "run"]) == 0
-    assert "memory   " in capsys.readouterr().out
+    assert "memory   peak " in capsys.readouterr().out  # not: nothing to move, or no plan yet
     assert main(["report", "run", "--html", "page.html"]) == 0
     assert "Device memory over one pass" in Path("page.html").read_text()
 

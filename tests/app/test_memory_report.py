@@ -100,7 +100,7 @@ def test_a_budget_that_was_met() -> None:
     said = text(memory)
     assert "iteration 225 ms [measured]" in said
     assert "200 ms -> 210 ms (+5.0 %), bound 204 ms [simulated]" in said
-    assert "each pass: 40 tensors offloaded, 200 recomputed, 300 kept" in said
+    assert "each planned pass: 40 tensors offloaded, 200 recomputed, 300 kept" in said
     assert "all passes: 300.0 GiB out and 300.0 GiB in, 18000 tensors recomputed" in said
     assert "96.0 % of it hidden [simulated]" in said
     assert "2.0 GiB of pinned host memory" in said
@@ -282,6 +282,12 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
     )
 
 
+def test_a_killed_run_whose_plan_exceeds_the_budget_names_no_least() -> None:
+    unknown = {"peak_bytes": None, "least_bytes": None, "iteration_s": None, "spilled": 0}
+    memory = changed(unknown, (planned(peak_bytes=33 * GIB, budget_bytes=33 * GIB),))
+    assert headline(memory) == "memory: 30.0 GiB cannot be met [measured]"
+
+
 @pytest.mark.parametrize("peak", [32, 46])
 def test_other_passes_than_those_of_the_plan_are_not_called_its_best(peak: int) -> None:
     """A kind that came to an end, or one without a plan that takes more than was ever seen."""
@@ -315,9 +321,18 @@ def test_a_job_that_saves_nothing_to_move_says_so() -> None:
             {**nothing, **unknown, "spilled": 0, "recomputed": 0, "most_bytes": 0, **budget}, ()
         )
         assert headline(memory) == (
-            "memory: nothing to move: no activation of 1.0 MiB or more was saved for backward "
-            "[measured]"
+            "memory: nothing to move: no activation of 1.0 MiB or more was seen being saved for "
+            "backward [measured]"
         )
+
+
+def test_a_run_killed_before_its_first_pass_may_have_had_much_to_move() -> None:
+    first = msgspec.structs.replace(
+        MOVED, passes=0, planned=0, spilled=0, recomputed=0, out_bytes=0, in_bytes=0, most_bytes=0
+    )
+    memory = memory_report(GOAL, [(0, (), [first])], complete=False)
+    assert memory is not None
+    assert headline(memory) == "memory: no pass is on record [measured]"
 
 
 def test_a_run_killed_before_a_plan() -> None:

@@ -233,6 +233,7 @@ class GovernedJob:
             for record, plan, numbers in swapper.plans():
                 if plan in new:
                     self._log_plan(record, plan, numbers)
+            self._tell()  # a killed run has what its plans were made for
         self._log.refuse_new(report.refused)
         self._say_in_force(report)
         if report.watched_every > 1:

@@ -294,12 +294,14 @@ NO_TORCH = Reason("no_torch", "job", "the script did not import torch")
 
 
 def nothing_saved(size_bytes: int, *, on_gpu: bool) -> Reason:
-    """No tensor of this size or more was met."""
+    """No tensor of this size or more was met. Hooks that the program puts on saved tensors stand
+    before kilter's, which then see none."""
     where = " on a GPU" if on_gpu else ""
     return Reason(
         "nothing_saved",
         "job",
-        f"no tensor of {show_bytes(size_bytes)} or more was saved for backward{where}",
+        f"no tensor of {show_bytes(size_bytes)} or more was seen being saved for backward{where}: "
+        "there was none, or saved-tensor hooks of the program itself (save_on_cpu, say) took them",
     )
 
 

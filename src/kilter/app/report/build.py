@@ -337,6 +337,7 @@ def summarise(
     memory = memory_report(
         lead.goal.memory_budget,
         [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
+        complete=complete,
     )
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
     end = _end(ranks, iterations)

@@ -52,6 +52,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     in_force: tuple[Fitted, ...]
     """Those that rule now, one for each kind of pass, the largest first."""
     ranks: tuple[RankMemory, ...]
+    complete: bool = True
+    """The record has an end: the run was not killed, and goes on no longer."""
 
     @property
     def label(self) -> Label:
@@ -159,7 +161,10 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_report(
-    goal: MemoryBudget | None, ranks: Sequence[tuple[int, Sequence[Fitted], Sequence[Moved]]]
+    goal: MemoryBudget | None,
+    ranks: Sequence[tuple[int, Sequence[Fitted], Sequence[Moved]]],
+    *,
+    complete: bool = True,
 ) -> MemoryReport | None:
     """From the events of each rank. None if memory was left alone, or nothing was met."""
     if goal is None or not ranks or not ranks[0][2]:
@@ -180,6 +185,7 @@ def memory_report(
             for rank, _, events in ranks
             if events
         ),
+        complete=complete,
     )
 
 
@@ -251,7 +257,9 @@ def result(memory: MemoryReport) -> Finding:
     label = memory.label.value
     before, budget = show_bytes(record.plain_peak_bytes), show_bytes(record.budget_bytes)
     if record.passes == record.most_bytes == 0 and not memory.moved:
-        text = f"no activation of {show_bytes(MIB)} or more was saved for backward"
+        if not memory.complete:
+            return Finding("no pass is on record", label)
+        text = f"no activation of {show_bytes(MIB)} or more was seen being saved for backward"
         return Finding(f"nothing to move: {text}", label)
     if record.budget_bytes is None:
         moved = memory.moved or "nothing was moved"
@@ -259,8 +267,9 @@ def result(memory: MemoryReport) -> Finding:
     if memory.moves_nothing:
         return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
-        least = show_bytes(record.least_bytes)
-        text = f"{budget} cannot be met, {least} is the least that is possible"
+        text = f"{budget} cannot be met"
+        if record.least_bytes is not None:  # a killed run has none
+            text += f", {show_bytes(record.least_bytes)} is the least that is possible"
         if record.applied and memory.in_force and record.peak_bytes is not None:
             peak_bytes, plain_bytes = record.peak_bytes, record.plain_peak_bytes or 0
             after = show_bytes(peak_bytes)
@@ -355,7 +364,7 @@ def _what_moved(memory: MemoryReport) -> list[tuple[str, str]]:
 def _name(memory: MemoryReport, plan: Fitted) -> str:
     """What a line about one kind of pass is called."""
     if len(memory.in_force) == 1:
-        return "each pass"
+        return "each planned pass"
     return f"passes of {show_bytes(plan.peak_before_bytes)}"
 
 

@@ -1,10 +1,14 @@
 """What holds for every verb: how output files are refused, and how Ctrl-C ends it."""
 
+import signal
+
 import pytest
 from tests.observe.traces import job, write
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from kilter.app.cli import learn
 from kilter.app.cli.main import main
+from kilter.connect import launch
 
 COMMANDS = (
     "report latest --html",
@@ -40,6 +44,15 @@ def test_devices_and_files_in_the_folder_are_written_to(tmp_path, monkeypatch, c
         assert main(["sections", trace, "--html", name]) == 0
     assert (tmp_path / "page.html").stat().st_size > 0
     capsys.readouterr()
+
+
+def test_ctrl_c_on_a_shared_job_is_one_line_and_the_exit_code_of_a_shell(monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise SignalException("Process 1 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr(launch, "run_torchrun", interrupted)
+    assert launch.run_shared(None, (), {}) == 130
+    assert capsys.readouterr() == ("", "kilter share run: ended by SIGINT\n")
 
 
 def test_ctrl_c_is_one_line_and_the_exit_code_of_a_shell(monkeypatch, capsys):

@@ -85,3 +85,18 @@ def run_torchrun(
     arguments.training_script, *arguments.training_script_args = command
     with own_traceback():
         record(run)(arguments)
+
+
+def run_shared(
+    arguments: argparse.Namespace, command: Sequence[str], environment: Mapping[str, str]
+) -> int:
+    """The same for the ranks of a shared job. Where a signal ends it, it says so in one line, where
+    torchrun raises its `SignalException`, and has the exit code of a shell."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        run_torchrun(arguments, command, environment)
+    except SignalException as error:
+        print(f"kilter share run: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + int(error.sigval)
+    return 0

@@ -21,7 +21,7 @@ from kilter.app.cli.output import print_json, show_live
 from kilter.app.fields import taken
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
-from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
+from kilter.connect.launch import add_torchrun_options, run_shared, run_without_kilter
 from kilter.connect.ray_launch import RayJob, connect, named_variables
 from kilter.connect.ray_rank import RankSite
 from kilter.connect.script import find_program
@@ -263,7 +263,7 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
     environment = worker_environment(options)
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.gpus))
-    return functools.partial(run_torchrun, launch, worker_command(command), environment)
+    return functools.partial(run_shared, launch, worker_command(command), environment)
 
 
 def _on_ray(args: argparse.Namespace, command: tuple[str, ...]) -> Callable[[], object]:

@@ -288,6 +288,14 @@ def test_nothing_on_record_is_unknown():
     run.start()
     job = built(run).job
     assert (job.name, job.evidence) == (Bound.UNKNOWN, "no block of iterations is on record")
+    run.block("warm", Setting(), arm="baseline")
+    run.events = [
+        msgspec.structs.replace(e, sm_utilisation=None) if isinstance(e, Sampled) else e
+        for e in run.events
+    ]
+    assert built(run).job.evidence == (  # a trace may be there, and be cut off
+        "no trace could be read, and no utilisation of the GPU in a block is on record"
+    )
 
 
 @given(

@@ -152,7 +152,7 @@ def test_observed_run_has_a_baseline_and_no_saving():
     found = report_of(ended(run))
     assert found.saving is None
     assert found.baseline.iteration_s == pytest.approx(0.084, rel=0.05)
-    assert summary.headline(found) == "only watched: 36 iterations of 83.8 ms [simulated]"
+    assert summary.headline(found) == "only watched: 36 timed iterations of 83.8 ms [simulated]"
     assert "no goal was given" in summary.full(found)
 
 

@@ -215,7 +215,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         r"\[predicted, (\w+)\]",
         is_planned,
     ),
-    (rf"only watched: (\d+) iterations?( of \S+ \S+)? {LABEL}", only_watched),
+    (rf"only watched: (\d+) timed iterations?( of \S+ \S+)? {LABEL}", only_watched),
     (rf"no result: (.*) {LABEL}", no_result),
     (r"(no iteration seen.*)", lambda m, found: m[1] == found["unseen"]),
     (

@@ -250,7 +250,7 @@ def _why_unknown(device: DeviceInfo, idle: Idle | None, blocks: Sequence[Block])
     if not blocks:
         return "no block of iterations is on record"
     if idle is None:
-        return "neither a trace nor the utilisation of the GPU is on record"
+        return "no trace could be read, and no utilisation of the GPU in a block is on record"
     if idle.lean is not None and idle.dense is not None:
         return (
             "the GPU is busy, no lower SM clock is on record, and neither operations below "

@@ -337,7 +337,7 @@ def _without_result(report: Report) -> Finding:
 
 
 def _watched(report: Report) -> str:
-    count = show_count(report.iterations, "iteration")
+    count = show_count(report.iterations, "timed iteration")
     if report.baseline.iteration_s is None:
         return count
     return f"{count} of {show_time(report.baseline.iteration_s)}"

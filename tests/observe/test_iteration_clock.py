@@ -177,6 +177,60 @@ copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
     assert seen["window"] == "done"
 
 
+OWN_STEP = """
+import time
+from kilter.observe import inference_watch
+inference_watch.INFERENCE_AFTER_S = 0.5
+time.sleep(1.0)
+
+def backward(loss):
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+            p.grad = None
+
+for _ in range(64): backward(model(x).sum())
+assert MARKS.index == -1
+"""
+
+
+def test_training_with_an_optimizer_of_its_own_is_marked_by_its_outermost_module(observe):
+    program = """
+for _ in range(11):
+    backward((model(x) + model(x)).sum())  # an iteration, though the module runs twice
+    with torch.no_grad():
+        for _ in range(3): model(x)
+assert MARKS.index == 9 + 1
+import copy, pickle
+copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+for each in copies: each(x).sum().backward(); each(x)
+assert MARKS.index == 9 + 1
+"""
+    seen = observe(MODEL + OWN_STEP + program)
+    assert seen["source"] == "module"
+    assert seen["window"] == "done"
+
+
+def test_an_optimizer_that_steps_late_takes_over_from_the_module(observe):
+    program = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5): backward(model(x).sum())
+before = MARKS.index
+assert before == 3
+for _ in range(5): model(x).sum().backward(); model(x).sum().backward(); optimizer.step()
+"""
+    seen = observe(MODEL + OWN_STEP + program)
+    assert seen["source"] == "optimizer"
+    assert seen["borders"] == 4 + 2 + 5  # calls before the first step, and steps
+
+
+def test_calls_without_backward_are_no_iterations(observe):
+    seen = observe(MODEL + OWN_STEP + "for _ in range(9): model(x)\n")
+    assert (seen["source"], seen["borders"]) == (None, 0)
+    assert "no backward ran through what the outermost module returned" in seen["why_not"]
+
+
 def test_a_saved_model_carries_nothing_of_ours(observe, warm, tmp_path):
     program = f"""
 import time, torch.nn.functional

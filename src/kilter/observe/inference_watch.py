@@ -1,4 +1,4 @@
-"""Finds the iterations of a program that only infers: the calls of its outermost module."""
+"""Finds the iterations of a program that steps no optimizer: the calls of its outermost module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from kilter.observe.imports import after_import
 Fenced = Callable[[Callable[..., None]], Callable[..., None]]
 
 INFERENCE_AFTER_S = 2.0
-"""A program that has not stepped any optimizer for so long after `import torch` may only infer."""
+"""A program that has not stepped any optimizer for so long after `import torch` may only infer, or
+train with an optimizer of its own."""
 
 _DO = "to say where an iteration ends: with kilter.govern() as job, and job.mark() after each one"
+_NO_STEP = "no optimizer of torch.optim stepped, and"
+NO_INFERENCE = f"{_NO_STEP} no module was called for inference alone; {_DO}"
+NO_BACKWARD = f"{_NO_STEP} no backward ran through what the outermost module returned; {_DO}"
+NOT_ALIKE = f"{_NO_STEP} several ranks have to count their iterations alike; {_DO}"
 _WATCHED_CALLS = 64
-"""Calls of outermost modules after which the search for one that infers ends."""
+"""Calls of outermost modules after which the search for one that infers ends: the program trains,
+and gathers no gradients of so many batches for one step."""
 
 
 class InferenceWatch(threading.Thread):
@@ -27,7 +33,8 @@ class InferenceWatch(threading.Thread):
 
     Waits in a thread of its own until the program has gone `INFERENCE_AFTER_S` without a step,
     then watches all modules for a few calls (torch's global hooks), picks the outermost one that
-    is called without gradients, hooks that one alone, and takes the global hooks out.
+    is called without gradients, hooks that one alone, and takes the global hooks out. Where none
+    is, it picks the one that is called most with them.
 
     The compiler would trace these hooks, and warns of them. So they leave before the program's
     first module or function is compiled; from then on only the modules that `torch.compile` has
@@ -40,11 +47,16 @@ class InferenceWatch(threading.Thread):
     """
 
     def __init__(
-        self, found: Callable[[Any], None], failed: Callable[[str], None], fence: Fenced
+        self,
+        infers: Callable[[Any], None],
+        trains: Callable[[Any], None],
+        failed: Callable[[str], None],
+        fence: Fenced,
     ) -> None:
-        """`found` is called with the module, `failed` with why there is none."""
+        """`infers` or `trains` is called with the module, `failed` with why there is none."""
         super().__init__(name="kilter-inference-watch", daemon=True)
-        self._found = found
+        self._infers = infers
+        self._trains = trains
         self._failed = failed
         self._fence = fence
         self._over = threading.Event()
@@ -65,6 +77,8 @@ class InferenceWatch(threading.Thread):
         self._outer: dict[int, Any] = {}
         """Thread -> the outermost module that it is in."""
         self._counts: dict[int, int] = {}
+        self._trained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Module -> how often it was called with gradients, as the outermost."""
         self._calls = 0
 
     def run(self) -> None:
@@ -149,10 +163,7 @@ class InferenceWatch(threading.Thread):
         for module in compiled:
             self._hook(module)
         if not compiled:
-            self._failed(
-                "no optimizer of torch.optim stepped, and what is compiled tells nothing where it "
-                f"only infers; {_DO}"
-            )
+            self._failed(f"{_NO_STEP} what is compiled tells nothing where it only infers; {_DO}")
 
     def _hook(self, module: Any) -> None:
         """Twice does no harm: the second finds that the module has been left."""
@@ -172,22 +183,47 @@ class InferenceWatch(threading.Thread):
             return
         del self._outer[thread]
         self._calls += 1
-        if self._calls >= _WATCHED_CALLS and output is not None:
-            self._failed(
-                "no optimizer of torch.optim stepped, and no module was called for inference "
-                f"alone; {_DO}"
-            )
-            self.stop()
         # No output: the call has failed, and torch is walking through its table of hooks.
-        if output is None or torch.is_grad_enabled() or self._over.is_set():
+        if output is None or self._over.is_set():
+            return
+        if torch.is_grad_enabled():
+            self._trained[module] = self._trained.get(module, 0) + 1
+        if self._calls >= _WATCHED_CALLS:
+            self.stop()
+            if self._trained:
+                self._trains(max(self._trained, key=self._trained.__getitem__))
+            else:
+                self._failed(NO_INFERENCE)
+            return
+        if torch.is_grad_enabled():
             return
         calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         if calls == 3:
-            self._choose(module)
+            self.stop()
+            self._infers(module)
 
-    def _choose(self, module: Any) -> None:
-        self.stop()
-        self._found(module)
+
+class BackwardSeen:
+    """Whether backward has run through what a module returned."""
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def watch(self, output: Any) -> None:
+        import torch
+
+        for tensor in torch_internals.pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._note)
+                return
+
+    def _note(self, _gradients: Any) -> None:
+        self._seen = True
+
+    def taken(self) -> bool:
+        """Since this was asked before."""
+        seen, self._seen = self._seen, False
+        return seen
 
 
 class ModuleMark:
@@ -197,11 +233,12 @@ class ModuleMark:
     one loads where kilter is not installed: the hook is pickled as a call without effect.
     """
 
-    def __init__(self, mark: Callable[..., None]) -> None:
+    def __init__(self, mark: Callable[[Any], None]) -> None:
+        """`mark` is called with what the module returned; before it is called, with None."""
         self._mark = mark
 
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self._mark()
+    def __call__(self, module: Any, args: Any, output: Any = None) -> None:
+        self._mark(output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (sys.audit, "kilter.mark")

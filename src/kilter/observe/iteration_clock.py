@@ -2,6 +2,8 @@
 
 An iteration ends where an optimizer has stepped (`torch`'s global post-step hook), or where the
 program says so (`mark`), or, in a program that only infers, where its outermost module returns.
+Where a program trains without an optimizer of torch, its outermost module's first call after a
+backward begins the next iteration.
 On a GPU the times are the GPU's own (`end_times.py`).
 """
 
@@ -18,7 +20,14 @@ from kilter.core.forks import in_forked_children
 from kilter.observe import optimizer_steps, torch_internals
 from kilter.observe.end_times import EndTimes, Iteration, IterationEnd
 from kilter.observe.imports import after_import
-from kilter.observe.inference_watch import Fenced, InferenceWatch, ModuleMark
+from kilter.observe.inference_watch import (
+    NO_BACKWARD,
+    NOT_ALIKE,
+    BackwardSeen,
+    Fenced,
+    InferenceWatch,
+    ModuleMark,
+)
 from kilter.observe.stepped_optimizers import SteppedOptimizers, called_by_scaler
 
 AtIterationEnd = Callable[[int, float], None]
@@ -56,7 +65,8 @@ class IterationClock:
         self.calls = 0
         self._optimizers = SteppedOptimizers()
         self._times = EndTimes()
-        self._module_hook: Any = None
+        self._module_hooks: list[Any] = []
+        self._backward = BackwardSeen()
         self._leave_steps: Callable[[], None] = lambda: None
         self._waiting: after_import | None = None
         self._watcher: InferenceWatch | None = None
@@ -87,8 +97,8 @@ class IterationClock:
         if self._watcher is not None:
             self._watcher.stop()
         self._leave_steps()
-        if self._module_hook is not None:
-            self._module_hook.remove()
+        while self._module_hooks:
+            self._module_hooks.pop().remove()
 
     def mark(self) -> None:
         """The program says that an iteration ends here: from now on nothing else ends one."""
@@ -139,7 +149,9 @@ class IterationClock:
         if self.torch_thread is None:
             self.torch_thread = threading.get_ident()
         self._leave_steps = optimizer_steps.listen(after=self.fence(self._stepped))
-        self._watcher = InferenceWatch(self._module_found, self._no_module, self.fence)
+        self._watcher = InferenceWatch(
+            self._module_infers, self._module_trains, self._no_module, self.fence
+        )
         self._watcher.start()
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -161,17 +173,46 @@ class IterationClock:
         self._optimizers.meet(optimizer)
         self._times.scaled = self._times.scaled or called_by_scaler()
 
-    def _module_found(self, module: Any) -> None:
+    def _module_infers(self, module: Any) -> None:
         """The program infers: its iterations are the calls of this module."""
         self._set_source("module")
+        hook = self._module_mark(module, self._module_ended)
+        self._module_hooks.append(module.register_forward_hook(hook))
+
+    def _module_trains(self, module: Any) -> None:
+        """The program trains with an optimizer of its own, if it ever calls backward."""
+        distributed = sys.modules["torch"].distributed
+        ranked = distributed.is_available() and distributed.is_initialized()
+        if ranked and distributed.get_world_size() > 1:
+            self.why_not = NOT_ALIKE  # each rank has begun to watch at a moment of its own
+            return
+        self.why_not = NO_BACKWARD
+        begins = self._module_mark(module, self._module_begins)
+        self._module_hooks += (
+            module.register_forward_pre_hook(begins),
+            module.register_forward_hook(ModuleMark(self.fence(self._watch_backward))),
+        )
+
+    def _module_mark(self, module: Any, ended: Callable[[Any, Any], None]) -> ModuleMark:
         device = next((p.device for p in module.parameters() if p.is_cuda), None)
-        hook = ModuleMark(self.fence(functools.partial(self._module_returned, device)))
-        self._module_hook = module.register_forward_hook(hook)
+        return ModuleMark(self.fence(functools.partial(ended, device)))
+
+    def _module_begins(self, device: Any, output: Any) -> None:
+        if not self._running or self.source not in (None, "module") or in_backward():
+            return
+        if self._backward.taken():
+            if self.source is None:
+                self._set_source("module")
+            self._module_ended(device, output)
+
+    def _watch_backward(self, output: Any) -> None:
+        if self._running and self.source in (None, "module"):
+            self._backward.watch(output)
 
     def _no_module(self, why_not: str) -> None:
         self.why_not = why_not
 
-    def _module_returned(self, device: Any) -> None:
+    def _module_ended(self, device: Any, _output: Any) -> None:
         if not self._running or self.source != "module":
             return
         begin = time.perf_counter()

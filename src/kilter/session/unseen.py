@@ -112,8 +112,9 @@ class Unseen:
         if self._iterations.why_not is not None:
             return f"no iteration seen: {self._iterations.why_not}"
         return (
-            "no iteration seen: no optimizer of torch.optim stepped, and calls of modules count "
-            f"only from {INFERENCE_AFTER_S:.0f} s after the import of torch on; to say where an "
+            "no iteration seen: no optimizer of torch.optim stepped, and too few calls of modules "
+            f"were seen, which count from {INFERENCE_AFTER_S:.0f} s after the import of torch on; "
+            "to say where an "
             "iteration ends: with kilter.govern() as job, and job.mark() after each one"
         )
 

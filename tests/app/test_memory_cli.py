@@ -191,6 +191,12 @@ def test_a_dry_run_moves_nothing_and_says_what_it_would(run: Callable[..., Done]
     assert (trace.memory or trace).data
 
 
+def test_a_dry_run_says_once_that_a_budget_cannot_be_met(run: Callable[..., Done]) -> None:
+    done = run("1MiB", "16", options=("--dry-run",))
+    assert "kilter: memory: 1.0 MiB cannot be met, " in done.stderr
+    assert "refused" not in done.stderr
+
+
 def test_json_on_stderr(run: Callable[..., Done]) -> None:
     done = run("50%", "14", options=("--json",))
     *_, document = done.stderr.splitlines()

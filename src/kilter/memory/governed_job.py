@@ -376,7 +376,7 @@ class GovernedJob:
         try:
             self._log_plan(record, plan(problem), numbers)
         except PlanError as error:
-            self._log.refuse(messages.of_error(error))
+            self._log.refuse_new((messages.of_error(error),))
 
     def _bounds(self) -> tuple[int | None, float | None]:
         """For the largest pass that was planned, or seen: the smallest peak, and the time that no

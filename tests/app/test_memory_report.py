@@ -459,6 +459,13 @@ def test_the_page_is_well_formed_and_harmless() -> None:
     assert memory_plots.section(None, found) == ""
 
 
+def test_units_keep_their_letters_in_the_names_of_kinds_of_passes() -> None:
+    two = changed({"in_force": (0, 1)}, (FITTED, planned(peak_before_bytes=9 * GIB)))
+    page = memory_plots.section(two, None)
+    assert "<dt>Passes of 45.0 GiB</dt>" in page
+    assert "<dt>Passes of 9.0 GiB</dt>" in page
+
+
 def test_the_claim_names_both_peaks_and_the_cost() -> None:
     assert memory_plots.claim(changed({})) == "29.0 GiB of memory instead of 45.0 GiB, 5.0 % slower"
     unmet = changed({"peak_bytes": None, "least_bytes": 33 * GIB}, ())

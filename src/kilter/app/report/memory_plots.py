@@ -44,7 +44,7 @@ def section(memory: MemoryReport | None, found: Timeline | None) -> str:
     if memory is None:
         return ""
     drawn = "" if found is None else _picture(memory, found)
-    numbers = definitions((name.capitalize(), text) for name, text in details(memory))
+    numbers = definitions((name[:1].upper() + name[1:], text) for name, text in details(memory))
     return (
         f"<section class='tiles' aria-label='Memory'>{_tiles(memory)}</section>{drawn}"
         f"{_kinds(memory)}{page.section('Memory in numbers', numbers)}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +20,11 @@ from kilter.app.report import memory_plots
 from kilter.app.report.build import build, to_json
 from kilter.app.report.memory import (
     MemoryReport,
+    as_json,
     chrome_of,
     details,
     headline,
+    lines,
     memory_report,
     timeline_of,
 )
@@ -27,7 +32,7 @@ from kilter.core.events import Fitted, Moved, Started
 from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, MemoryBudget, MoveData, Plan
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
-from kilter.core.units import GIB, MIB
+from kilter.core.units import GIB, MIB, show_bytes, show_time
 
 FITTED = Fitted(
     t_s=2.0,
@@ -204,34 +209,35 @@ def test_no_budget_and_yet_data_moved() -> None:
     assert "300.0 GiB out and 300.0 GiB in" in headline(memory)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.fixed_dictionaries(
-        {
-            "budget_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
-            "plain_peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
-            "peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
-            "least_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
-            "applied": st.booleans(),
-            "recomputed": st.sampled_from((0, 0, 5)),
-            "out_bytes": st.sampled_from((0, 0, 3 * GIB)),
-            "in_bytes": st.sampled_from((0, 0, 3 * GIB)),
-            "consumed": st.sampled_from((0, 0, 2)),
-            "spilled": st.sampled_from((0, 4)),
-            "in_force": st.sampled_from(((), (0,), (1,), (0, 1))),
-        }
-    ),
-    st.lists(
-        st.builds(
-            planned,
-            swapped=st.sampled_from((0, 4)),
-            recomputed=st.sampled_from((0, 4)),
-            feasible=st.booleans(),
-            peak_before_bytes=st.integers(1, 60).map(lambda n: n * GIB),
-        ),
-        max_size=2,
-    ).map(tuple),
+RECORDS = st.fixed_dictionaries(
+    {
+        "budget_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+        "plain_peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+        "peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+        "least_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+        "applied": st.booleans(),
+        "recomputed": st.sampled_from((0, 0, 5)),
+        "out_bytes": st.sampled_from((0, 0, 3 * GIB)),
+        "in_bytes": st.sampled_from((0, 0, 3 * GIB)),
+        "consumed": st.sampled_from((0, 0, 2)),
+        "spilled": st.sampled_from((0, 4)),
+        "in_force": st.sampled_from(((), (0,), (1,), (0, 1))),
+    }
 )
+PLANS = st.lists(
+    st.builds(
+        planned,
+        swapped=st.sampled_from((0, 4)),
+        recomputed=st.sampled_from((0, 4)),
+        feasible=st.booleans(),
+        peak_before_bytes=st.integers(1, 60).map(lambda n: n * GIB),
+    ),
+    max_size=2,
+).map(tuple)
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECORDS, PLANS)
 def test_each_sentence_agrees_with_the_record(
     moved: dict[str, object], plans: tuple[Fitted, ...]
 ) -> None:
@@ -254,6 +260,141 @@ def test_each_sentence_agrees_with_the_record(
     if "the best plan takes" in said:
         record = memory.record
         assert (record.least_bytes or 0) <= (record.peak_bytes or 0) <= record.plain_peak_bytes
+
+
+SIZE = r"\d[\d.]* (?:B|[KMGT]iB)|unknown"
+MOVED_WORDS = r"nothing was moved|.* out and .* in.*|\d+ tensors recomputed.*|\d+ buckets of .*"
+Json = dict[str, Any]
+
+
+def sizes(*keys: str) -> Callable[[re.Match[str], Json], bool]:
+    """The groups of a sentence are these sizes of `report.json`; one that is not there is None."""
+    return lambda match, found: all(
+        said is None or said == show_bytes(found[key])
+        for said, key in zip(match.groups(), keys, strict=True)
+    )
+
+
+def no_budget(match: re.Match[str], found: Json) -> bool:
+    asked = match[1] == found["budget"] and found["budget_bytes"] is None
+    return asked and match[2] == show_bytes(found["peak_before_bytes"])
+
+
+def unmet(match: re.Match[str], found: Json) -> bool:
+    least, best, others = match[2], match[3], match[6] or match[8]
+    on_demand = match[7] is None or found["spilled"] > 0
+    return (
+        found["feasible"] is False
+        and on_demand
+        and match[1] == show_bytes(found["budget_bytes"])
+        and (least or "unknown") == show_bytes(found["least_bytes"])
+        and {best, others} <= {None, show_bytes(found["peak_bytes"])}
+        and {match[4], match[9]} <= {None, show_bytes(found["peak_before_bytes"])}
+    )
+
+
+def met(match: re.Match[str], found: Json) -> bool:
+    return (
+        sizes("peak_before_bytes", "peak_bytes", "budget_bytes")(match, found)
+        and found["applied"]
+        and (match[3] is not None) == (found["within"] is False)
+    )
+
+
+def of_kind(match: re.Match[str], found: Json) -> bool:
+    """The words of a kind of pass are those of a plan in force."""
+    one = len(found["in_force"]) == 1
+    return (match[1] == "each planned pass") == one and any(
+        (match[2] is None or match[2] == show_bytes(plan["peak_before_bytes"]))
+        and match.group(3, 4, 5) == (str(plan["swapped"]), str(plan["remade"]), str(plan["kept"]))
+        and match.group(6, 7) == (show_bytes(plan["out_bytes"]), show_bytes(plan["in_bytes"]))
+        for plan in found["in_force"]
+    )
+
+
+def all_moved(match: re.Match[str], found: Json) -> bool:
+    names = ("remade", "out_bytes", "in_bytes", "consumed")
+    return (match[1] == "nothing was moved") == (not any(found[name] for name in names))
+
+
+def counts(match: re.Match[str], found: Json) -> bool:
+    keys = ("passes", "planned", "deviations", "late", "spilled")
+    return match.groups() == tuple(str(found[key]) for key in keys)
+
+
+LABELLED = r" \[(?:measured|simulated)\]"
+CHANGE = r"(?:, iteration [+-]?[\d.]+ %)?"
+GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
+    (rf"memory: no budget \((.*)\); peak ({SIZE}), (?:{MOVED_WORDS}){LABELLED}", no_budget),
+    (
+        rf"memory: the job fits: peak ({SIZE}) within ({SIZE}), nothing was moved{LABELLED}",
+        sizes("peak_before_bytes", "budget_bytes"),
+    ),
+    (
+        rf"memory: ({SIZE}) cannot be met(?:, ({SIZE}) is the least that is possible)?"
+        rf"(?:; the best plan takes ({SIZE}) of ({SIZE})({CHANGE})"
+        rf"|; passes of other kinds take up to ({SIZE})"
+        rf"|(; data were offloaded on demand)?(?:; passes take up to ({SIZE}) of ({SIZE}))?)"
+        rf"{LABELLED}",
+        unmet,
+    ),
+    (
+        rf"memory: no plan yet: peak ({SIZE}), budget ({SIZE}){LABELLED}",
+        sizes("peak_before_bytes", "budget_bytes"),
+    ),
+    (
+        rf"memory: peak ({SIZE}) would be (?:{SIZE}); (?:{MOVED_WORDS}){LABELLED}",
+        lambda match, found: sizes("peak_before_bytes")(match, found) and not found["applied"],
+    ),
+    (
+        rf"memory: peak ({SIZE}) -> ({SIZE})(?:, OVER the budget of ({SIZE}))?{CHANGE}{LABELLED}",
+        met,
+    ),
+    (rf"budget: ({SIZE}): as asked", sizes("budget_bytes")),
+    (
+        rf"peak before: ({SIZE}) counted: parts were away on demand from the first iteration on",
+        sizes("peak_before_bytes"),
+    ),
+    (
+        rf"time: iteration ({SIZE}|[\d.]+ \w+){LABELLED}"
+        rf"(?:; forward and backward .* \(.*\), bound .*{LABELLED})?",
+        lambda match, found: match[1] == show_time(found["iteration_s"]),
+    ),
+    (
+        r"beyond the plan: [\d.]+ \w+ an iteration .*",
+        lambda match, found: found["iteration_s"] > 1.1 * found["pass_s"],
+    ),
+    (
+        rf"(each planned pass|passes of ({SIZE})): (\d+) tensors? offloaded, (\d+) recomputed, "
+        rf"(\d+) kept; ({SIZE}) out and ({SIZE}) in, [\d.]+ % of it hidden \[simulated\]",
+        of_kind,
+    ),
+    (rf"all passes: ({MOVED_WORDS})", all_moved),
+    (rf"host: (?:{SIZE}) of pinned host memory", lambda match, found: found["host_bytes"] > 0),
+    (
+        r"passes: (\d+) passes, (\d+) under a plan; (\d+) deviations?, (\d+) late, (\d+) on demand",
+        counts,
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECORDS, PLANS)
+def test_every_sentence_of_the_memory_summary_is_true_of_the_report(
+    moved: dict[str, object], plans: tuple[Fitted, ...]
+) -> None:
+    memory = changed(moved, plans)
+    found = json.loads(json.dumps(as_json(memory)))
+    found["remade"] = moved["recomputed"]
+    for sentence in lines(memory):
+        fitting = [
+            (match, holds)
+            for pattern, holds in GRAMMAR
+            if (match := re.fullmatch(pattern, sentence)) is not None
+        ]
+        assert len(fitting) == 1, f"{len(fitting)} rules for: {sentence}"
+        match, holds = fitting[0]
+        assert holds(match, found), sentence
 
 
 def test_a_peak_above_the_budget_is_not_hidden() -> None:

@@ -278,6 +278,8 @@ def result(memory: MemoryReport) -> Finding:
             text += f"; {took}" if of_the_plan else f"; passes of other kinds take up to {after}"
             return Finding(text, label)
         did = "; data were offloaded on demand" if record.spilled else ""
+        if record.applied and record.peak_bytes is not None:
+            did += f"; passes take up to {show_bytes(record.peak_bytes)} of {before}"
         return Finding(f"{text}{did}", label)
     if memory.feasible is None:
         return Finding(f"no plan yet: peak {before}, budget {budget}", label)

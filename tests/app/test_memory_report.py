@@ -293,6 +293,12 @@ def unmet(match: re.Match[str], found: Json) -> bool:
     )
 
 
+def more(match: re.Match[str], found: Json) -> bool:
+    stay = found["backend"] == "cuda" and not found["consumed"]
+    over_bytes = found["least_bytes"] - found["budget_bytes"]
+    return (match[2] is not None) == stay and match[1] == show_bytes(over_bytes)
+
+
 def met(match: re.Match[str], found: Json) -> bool:
     return (
         sizes("peak_before_bytes", "peak_bytes", "budget_bytes")(match, found)
@@ -352,8 +358,14 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
     ),
     (rf"budget: ({SIZE}): as asked", sizes("budget_bytes")),
     (
-        rf"peak before: ({SIZE}) counted: parts were away on demand from the first iteration on",
+        rf"peak before: ({SIZE}) counted: parts were offloaded on demand from the first iteration"
+        r" on",
         sizes("peak_before_bytes"),
+    ),
+    (
+        rf"to fit: ({SIZE}) more are needed: try (--gradients consume, )?kilter\.divided\(2\) or a "
+        r"smaller batch \(kilter size says which one fits\)",
+        more,
     ),
     (
         rf"time: iteration ({SIZE}|[\d.]+ \w+){LABELLED}"

@@ -222,12 +222,12 @@ for _ in range(5): model(x).sum().backward(); model(x).sum().backward(); optimiz
 """
     seen = observe(MODEL + OWN_STEP + program)
     assert seen["source"] == "optimizer"
-    assert seen["borders"] == 4 + 2 + 5  # calls before the first step, and steps
+    assert seen["iteration_ends"] == 4 + 2 + 5  # calls before the first step, and steps
 
 
 def test_calls_without_backward_are_no_iterations(observe):
     seen = observe(MODEL + OWN_STEP + "for _ in range(9): model(x)\n")
-    assert (seen["source"], seen["borders"]) == (None, 0)
+    assert (seen["source"], seen["iteration_ends"]) == (None, 0)
     assert "no backward ran through what the outermost module returned" in seen["why_not"]
 
 

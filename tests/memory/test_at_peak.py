@@ -57,7 +57,7 @@ def test_layers_alike_count_together() -> None:
 def test_what_no_module_has_saved() -> None:
     weight = torch.randn(64, 64, requires_grad=True)
     told = watched(lambda: (torch.randn(64, 64) @ weight).exp().sum().backward())
-    assert told == "32.0 KiB of saved tensors: 32.0 KiB in no module (2 tensors)"
+    assert told == "32.0 KiB of saved tensors: 32.0 KiB outside of modules (2 tensors)"
 
 
 def test_a_path_goes_from_the_outermost_call_to_the_innermost() -> None:

@@ -24,14 +24,15 @@ def at_peak(record: PassRecord) -> str:
     for datum in record.data:
         used_at = len(record.level_bytes) if datum.needed_at is None else datum.needed_at
         if datum.packed_at <= peak_at <= used_at:
-            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", datum.module) or "no module"
+            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", datum.module)
             sizes[module] += datum.size_bytes
             counts[module] += 1
     if not sizes:
         return ""
     largest = sizes.most_common(MOST_MODULES)
     named = [
-        f"{show_bytes(size_bytes)} in {module} ({show_count(counts[module], 'tensor')})"
+        f"{show_bytes(size_bytes)} {f'in {module}' if module else 'outside of modules'} "
+        f"({show_count(counts[module], 'tensor')})"
         for module, size_bytes in largest
     ]
     left_bytes = sizes.total() - sum(size_bytes for _, size_bytes in largest)

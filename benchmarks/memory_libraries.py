@@ -301,7 +301,7 @@ class Arm:
         command = [sys.executable]
         if budget:
             command += ["-m", "kilter", "run", "--memory-budget", budget]
-            command += ["--out", str(self._out / "run")]
+            command += ["--history", "off", "--out", str(self._out / "run")]
             command += ["--recompute", RECOMPUTE.get(name, "operations")]
         command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
         command += ["--checkpoint"] * (name == "checkpoint") + ["--wait"] * args.wait

@@ -259,7 +259,8 @@ def train(args: argparse.Namespace) -> None:
 def run(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     out = args.out / f"{case}-{arm}"
     out.mkdir(parents=True)
-    verb = ["-m", "kilter", "run", "--memory-budget", args.budget, "--out", str(out / "run")]
+    verb = ["-m", "kilter", "run", "--memory-budget", args.budget, "--history", "off"]
+    verb += ["--out", str(out / "run")]
     job = [str(Path(__file__).resolve()), "--role", "train", "--case", case, "--out", str(out)]
     done = subprocess.run(
         [sys.executable, *(verb if arm == "governed" else []), *job, "--steps", str(args.steps)],

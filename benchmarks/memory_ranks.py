@@ -96,7 +96,7 @@ def case(parallel: str, arm: str, budget: str, args: argparse.Namespace) -> dict
     out.mkdir(parents=True, exist_ok=True)
     ranks = ["--standalone", "--nproc-per-node", str(args.ranks)]
     verb = ["kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
-    verb += ["--recompute", args.recompute, *ranks]
+    verb += ["--history", "off", "--recompute", args.recompute, *ranks]
     sizes = ("layers", "width", "length", "batch", "steps", "vocabulary")
     done = subprocess.run(
         [sys.executable, "-m", *(verb if governed else ["torch.distributed.run", *ranks])]

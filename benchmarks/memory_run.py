@@ -69,7 +69,7 @@ def identity(args: argparse.Namespace) -> dict[str, Any]:
     import kilter
 
     plain = train(args)
-    with kilter.govern(memory_budget="60%", out=args.out / "identity") as job:
+    with kilter.govern(memory_budget="60%", history="off", out=args.out / "identity") as job:
         governed = train(args)
     assert job.run is not None
     report = json.loads((job.run / "report.json").read_bytes())
@@ -88,7 +88,8 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, *own, "--role", "train"]
     else:
         budget = "auto" if name == "start" else name
-        governed = ["kilter", "run", "--memory-budget", budget, "--out", str(run)]
+        governed = ["kilter", "run", "--memory-budget", budget, "--history", "off"]
+        governed += ["--out", str(run)]
         command = [sys.executable, "-m", *governed, *own, "--role", "train"]
     if name.endswith("%") or name == "identity":
         command += ["--cap", "0"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kilter.clocks.history import KEPT_RUNS, VERSION, History, network_file_system
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.known import KNOWN_PAIRS, PairBook, RecurringGovernor, below
 from kilter.clocks.plan.predictor import PREDICTOR_COLUMNS, row_of
 from kilter.core.errors import FileError
+from kilter.core.history import KEPT_RUNS, VERSION, History, network_file_system
 from kilter.core.label import Label
 from kilter.core.past_run import Features, KnownSetting, PastRun
 from kilter.core.plan import Goal
@@ -275,7 +275,7 @@ def test_a_history_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> None
 def test_a_history_in_use_is_waited_for_and_then_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kilter.clocks.history.BUSY_S", 0.05)
+    monkeypatch.setattr("kilter.core.history.BUSY_S", 0.05)
     history = History(tmp_path / "history.sqlite")
     history.add(run_of())
     other = sqlite3.connect(history.path, isolation_level=None)

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +26,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
 from kilter.memory.plan.problem import Link
@@ -62,7 +65,8 @@ class Engine:
     budget_bytes: int = 47
 
     def largest_pass(self) -> Any:
-        return SimpleNamespace(peak_bytes=77, data=[SimpleNamespace(size_bytes=60)] * self.tensors)
+        data = [SimpleNamespace(size_bytes=60)] * self.tensors
+        return SimpleNamespace(peak_bytes=77, data=data, fingerprint="as ever")
 
     def exchange(self, others: Any) -> str:
         self.exchanged.append(others)
@@ -83,9 +87,11 @@ def choice_of(
     times: IterationTimes,
     own: OwnCheckpointing | None = None,
     can_record: Callable[[], bool] = _at_once,
+    kept: KeptRecompute | None = None,
 ) -> RecomputeChoice:
     alone = RankAgreement(LocalMessages, Ranks(), times)
-    return RecomputeChoice(engine, times, own, can_record, alone)  # type: ignore[arg-type]
+    history: Any = SimpleNamespace(known=True, last=kept)
+    return RecomputeChoice(engine, times, own, can_record, alone, history)  # type: ignore[arg-type]
 
 
 def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
@@ -566,6 +572,106 @@ def test_checkpointing_is_tried_where_a_plan_that_only_offloads_waits(plan_s: fl
     times.planned_s.extend([0.131] * MEASURED)
     choice.iteration_ended(settled=True)
     assert model.layers[0].gradient_checkpointing is (plan_s == 0.1)
+
+
+def kept(way: RecomputeWay, **changes: Any) -> KeptRecompute:
+    found = KeptRecompute(
+        day="2026-11-26", way=way, models="_Model", events="as ever", share=0.3, each_s=2e-4
+    )
+    return replace_fields(found, **changes)
+
+
+def beginning_with(
+    found: KeptRecompute, engine: Engine, own: OwnCheckpointing | None
+) -> tuple[RecomputeChoice, IterationTimes, _Model]:
+    """A job after the iteration that is looked at for models."""
+    model, times = _Model(), IterationTimes()
+    choice = choice_of(engine, times, own, kept=found)
+    choice.iteration_ended(settled=True)
+    if own is not None:
+        model(torch.randn(4, 64))
+        choice.iteration_ended(settled=True)
+    return choice, times, model
+
+
+def on(model: _Model) -> list[bool]:
+    return [layer.gradient_checkpointing for layer in model.layers]
+
+
+CHOSE = "an earlier run of this job chose that (2026-11-26) [measured]"
+
+
+def test_the_checkpointing_that_an_earlier_run_chose_is_on_at_once() -> None:
+    engine, found = Engine(), kept(RecomputeWay.OWN)
+    choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
+    assert on(model) == [True, False, False]
+    times.planned_s.extend([9.9] * MEASURED)  # nothing is compared with it
+    choice.iteration_ended(settled=True)
+    assert choice.words == f"the model's own checkpointing is on (_Model): {CHOSE}"
+    assert (choice.kept, engine.asked, on(model)) == (found, [], [True, False, False])
+
+
+def test_calls_that_an_earlier_run_chose_are_recomputed_at_once() -> None:
+    engine, found = Engine(), kept(RecomputeWay.CALLS, models="")
+    choice, times, _ = beginning_with(found, engine, None)
+    assert (engine.asked, engine.each_s) == ([True], [2e-4])
+    times.planned_s.extend([9.9] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert choice.words == f"calls of modules are recomputed where they pay: {CHOSE}"
+
+
+def test_single_operations_that_an_earlier_run_chose_stay() -> None:
+    engine = Engine()
+    choice, _, _ = beginning_with(kept(RecomputeWay.OPERATIONS, models=""), engine, None)
+    assert choice.words == f"single operations are recomputed: {CHOSE}"
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("changes", [{"models": "Other"}, {"events": "others"}])
+def test_another_model_or_pass_is_compared_as_ever(changes: dict[str, str]) -> None:
+    engine, found = Engine(), kept(RecomputeWay.OWN, **changes)
+    choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
+    assert on(model) == [False] * 3
+    times.planned_s.extend([0.131] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert on(model) == [True, True, False]  # by what this run has seen
+
+
+def test_where_no_call_is_worth_it_any_more_the_ways_are_compared() -> None:
+    engine, found = Engine(worth=False), kept(RecomputeWay.CALLS)
+    choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=True)
+    assert (engine.asked, choice.words) == ([True, False], "")
+    for duration_s in (0.131, 0.08, 0.131):
+        times.planned_s.extend([duration_s] * MEASURED)
+        choice.iteration_ended(settled=True)
+    choice.iteration_ended(settled=True)
+    words = "the model's own checkpointing is on (_Model): 80 ms an iteration with"
+    assert choice.words.startswith(words)
+    assert choice.words.endswith("no call of a module is worth recomputing")
+    assert on(model) == [True, True, False]
+    assert choice.kept == kept(RecomputeWay.OWN, day=date.today().isoformat(), share=0.6)
+
+
+def test_where_the_checkpointing_gets_no_plan_any_more_the_ways_are_compared() -> None:
+    engine = Engine(planned=False)
+    choice, times, model = beginning_with(kept(RecomputeWay.OWN), engine, OwnCheckpointing(FENCE))
+    for _ in range(PATIENCE):
+        assert on(model) == [True, False, False]
+        choice.iteration_ended(settled=True)
+    assert (choice.words, on(model)) == ("", [False] * 3)
+    times.planned_s.extend([0.131] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert on(model) == [True, True, False]
+
+
+def test_what_was_not_measured_is_not_kept() -> None:
+    choice = chosen(Engine(tensors=MOST_TENSORS + 1), 0.1)
+    assert choice.decided
+    assert choice.kept is None
+    measured = chosen(Engine(), 0.131, 0.092).kept
+    assert measured is not None
+    assert (measured.way, measured.models) == (RecomputeWay.CALLS, "")
 
 
 def test_passes_that_were_set_aside_are_planned_when_they_come_back() -> None:

@@ -134,12 +134,19 @@ model = fully_shard(net)
 
 
 def governed(
-    warm: WarmPython, tmp_path: Path, source: str, how: str = "auto", *, codes: tuple[int, ...]
+    warm: WarmPython,
+    tmp_path: Path,
+    source: str,
+    how: str = "auto",
+    *,
+    codes: tuple[int, ...],
+    more: tuple[str, ...] = (),
 ) -> list[str]:
     """What the ranks write to stderr."""
     (tmp_path / "train.py").write_text(source)
     small = ("--min-bytes", str(ROWS * WIDTH * 2), "--bytes-per-s", "2e5")
     options = ("--memory-budget", "60%", "--recompute", how, "--device", "null", "--out", "run")
+    options += more
     command = ("-m", "kilter.testing.stand_in", *small, "run", *options, "train.py", "null")
     ranks = warm.run_ranks(2, command, cwd=tmp_path)
     said = [rank.stderr for rank in ranks]
@@ -154,9 +161,10 @@ def both(
     how: str = "auto",
     *,
     failed: tuple[int, int] = (0, 0),
+    more: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """What each rank has seen, with the bits of the plain run and as many errors of ours."""
-    said = governed(warm, tmp_path, source, how, codes=(0, 0))
+    said = governed(warm, tmp_path, source, how, codes=(0, 0), more=more)
     found = [json.loads((tmp_path / f"governed-{rank}").read_text()) for rank in range(2)]
     iterations = str(len(found[0]["flags"]))
     ranks = warm.run_ranks(2, ("train.py", iterations), cwd=tmp_path)
@@ -198,6 +206,39 @@ def test_the_ranks_choose_alike_at_the_same_iterations(
     moved = [events(tmp_path, rank, Moved)[-1] for rank in range(2)]
     assert all(each.own_checkpointing for each in moved)
     assert all(each.peak_bytes <= each.budget_bytes for each in moved)
+
+
+@pytest.mark.parametrize("still_planned", [True, False], ids=["planned", "not planned on rank 1"])
+def test_ranks_begin_with_what_an_earlier_run_of_theirs_chose(
+    still_planned: bool, warm: WarmPython, tmp_path: Path
+) -> None:
+    """Or none of them does, and all compare."""
+    history = ("--history", str(tmp_path / "history.sqlite"))
+    source = HEAD + DDP % "" + TAIL + LOOP
+    governed(warm, tmp_path, source, codes=(0, 0), more=(*history, "--out", "before"))
+    if not still_planned:
+        source = source.replace("LEAD_S = 0.2", NO_PLAN)
+    one, other = both(warm, tmp_path, source, more=history)
+    assert one["chosen"] == other["chosen"]
+    assert one["flags"] == other["flags"]
+    changes = [a != b for a, b in pairwise(one["flags"])]
+    (words,) = one["chosen"]
+    assert ("an earlier run of this job chose that (" in words) is still_planned
+    assert sum(changes) == (1 if still_planned else 5)  # on and off again; on, off, and on for good
+    assert one["flags"][-1][0]
+
+
+NO_PLAN = """LEAD_S = 0.2
+    turn = recompute_choice.RecomputeChoice._turn
+    def first_fails(choice):
+        found = turn(choice)
+        if found is not None and not fails:
+            fails.append(rank)
+            return recompute_choice.TurnNote("Model", 1.0, 1, None, "no plan" if rank == 1 else "")
+        return found
+    fails = []
+    recompute_choice.RecomputeChoice._turn = first_fails
+"""
 
 
 ACCIDENT = """

@@ -259,8 +259,9 @@ OPTIONS = {
         Option(
             "history",
             _history,
-            "the file of earlier runs, from which a job that comes again takes the setting to begin"
-            " with: auto (default: $XDG_STATE_HOME/kilter/history.sqlite), a path, or off",
+            "the file of earlier runs, from which a job that comes again takes the setting and the"
+            " way to recompute that it begins with: auto (default:"
+            " $XDG_STATE_HOME/kilter/history.sqlite), a path, or off",
             "FILE|off",
         ),
         Option(

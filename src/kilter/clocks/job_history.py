@@ -6,26 +6,21 @@ the summary, and the job is searched like a new one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kilter.clocks.history import History
-from kilter.clocks.plan.signature import signature
 from kilter.controller import Run
 from kilter.core.codec import read
 from kilter.core.errors import FileError
+from kilter.core.history import History
 from kilter.core.past_run import KnownSetting, PastRun
-from kilter.core.secrets import masked
+from kilter.core.signature import command_of, signature
 
 if TYPE_CHECKING:
     from kilter.clocks.conductor import GovernorProgram
     from kilter.clocks.plan.predictor import Predictor
-
-NO_FILE = ("-m", "-c", "-", "")
-"""First words of a command that name no script."""
 
 
 class JobHistory:
@@ -38,9 +33,7 @@ class JobHistory:
         self._run = run
         self._predictor = predictor
         self._history = None if file is None else History(file)
-        first = command[0] if command else ""
-        script = first if first in NO_FILE else os.path.abspath(first)
-        self._command = masked((script, *command[1:]))
+        self._command = command_of(command)
         self._known: KnownSetting | None = None
         self._began = datetime.now().astimezone().isoformat(timespec="seconds")
 

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kilter.controller import Run
@@ -22,6 +23,7 @@ from kilter.memory.first_tensor import FirstTensor
 from kilter.memory.governed_job import GovernedJob
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.kept_recompute import RecomputeHistory
 from kilter.memory.plan_log import PlanLog
 from kilter.memory.usable_bytes import card_memory
 from kilter.observe.end_times import Iteration
@@ -52,12 +54,17 @@ class MemoryController:
         gradients: str = "auto",
         weights: str = "keep",
         recompute: str | None = None,
+        history: Path | None = None,
+        command: Sequence[str] = (),
     ) -> None:
+        """`history` is the file of earlier runs, by whose rows a job that `command` runs again is
+        recognised; None: none is kept."""
         self._run = run
         self._budget = budget
         self._host = HostLimit(run.goal.host_memory_bytes)
         self._gradients, self._weights = gradients, weights
         self._recompute = recompute
+        self._history = RecomputeHistory(run, history, command, (gradients, weights))
         self._first = FirstTensor(self._meet, run.fence, on_gpu=run.info.backend == "nvml")
         self._grows = False
         """We have configured the framework's allocator."""
@@ -112,6 +119,7 @@ class MemoryController:
             card=card_memory(self._first.torch.cuda, backend.device, self._run.info),
             # A stand-in's times say nothing of a GPU.
             recompute=self._recompute or ("operations" if cuda is None else "auto"),
+            history=self._history,
         )
         self._first.leave()
         job.begin()
@@ -132,7 +140,7 @@ class MemoryController:
         self._times.add(finished, self._run.trace.disturbs)
         self._log.save_schedule()
         if self._job is not None:
-            self._job.ranks.tick()
+            self._job.tick()
 
     @property
     def settled(self) -> bool:

@@ -18,10 +18,11 @@ from kilter.memory.at_peak import at_peak
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
 from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
+from kilter.memory.kept_recompute import RecomputeHistory, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan_log import PlanLog
 from kilter.memory.rank_agreement import RankAgreement
-from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice, RecomputeWay
+from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class GovernedJob:
         *,
         cuda: Any,
         card: tuple[int | None, str],
-        recompute: str = "operations",
+        recompute: str,
+        history: RecomputeHistory,
     ) -> None:
         """`cuda` is `torch.cuda` where the job's device is a GPU, else None; `card` is what the
         card has for this process, in bytes and in words."""
@@ -90,11 +92,14 @@ class GovernedJob:
             # A stand-in measures the host's time with the device's: they are the same there.
             alone_s=HOST_EACH_S if on_gpu else 0.0,
         )
+        self._history = history
         self._choice: RecomputeChoice | None = None
-        self.ranks = RankAgreement(run.messages, run.ranks, times)
+        self._ranks = RankAgreement(run.messages, run.ranks, times)
         if recompute == "auto":
             own = OwnCheckpointing(run.fence)
-            self._choice = RecomputeChoice(self._swapper, times, own, self._can_record, self.ranks)
+            self._choice = RecomputeChoice(
+                self._swapper, times, own, self._can_record, self._ranks, history
+            )
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
         self._budget = JobBudget(
@@ -192,8 +197,16 @@ class GovernedJob:
         else:
             self._decide_after_iteration()
         self._tell(*self._bounds())
+        if self._choice is not None:
+            self._history.tick()
 
     # While the program runs
+
+    def tick(self) -> None:
+        """In the session's thread: hear of the other ranks, and of an earlier run."""
+        self._ranks.tick()
+        if self._choice is not None:
+            self._history.tick()
 
     @property
     def was_planned(self) -> bool:
@@ -281,6 +294,8 @@ class GovernedJob:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")
+                if choice.kept is not None:
+                    self._history.keep(choice.kept)
                 if choice.way is RecomputeWay.OWN and self._policy is not None:
                     self._policy.activations_are_smaller()
 

@@ -26,6 +26,7 @@ import msgspec
 from kilter.core.messages import MessagesGone, RankMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.kept_recompute import KeptRecompute
 
 LEAD_S = 0.5
 """How far ahead the first named iteration end lies: our threads look ten times a second, and five
@@ -49,6 +50,8 @@ class TurnNote(msgspec.Struct, frozen=True):
     """An iteration took this; None: it was not measured."""
     why_not: str
     """Why the other way is not measured; empty: it is."""
+    kept: KeptRecompute | None = None
+    """What an earlier run of the job has chosen, of which rank 0 alone hears."""
 
     def with_(self, other: TurnNote) -> TurnNote:
         """The slowest rank counts, and the one that is shortest of memory."""
@@ -60,6 +63,7 @@ class TurnNote(msgspec.Struct, frozen=True):
             tensors=max(self.tensors, other.tensors),
             seconds=max(self.seconds or 0.0, other.seconds or 0.0) if both else None,
             why_not=self.why_not or other.why_not or unlike,
+            kept=self.kept or other.kept,
         )
 
 
@@ -96,6 +100,11 @@ class RankAgreement:
         self.lost = ""
         """Why nothing can be agreed on any more; empty: it can."""
 
+    @property
+    def alone(self) -> bool:
+        """There is no other rank."""
+        return self._ranks.world_size == 1
+
     def say(self, note: TurnNote) -> None:
         """The turn of this rank is over."""
         self._round = _Round(f"{self._name}/{self._number}", note)
@@ -105,7 +114,7 @@ class RankAgreement:
         now = self._round
         if now is None or self.lost:
             return None
-        if self._ranks.world_size == 1:
+        if self.alone:
             return now.own
         if now.answer is None or self._times.index < now.answer[0]:
             return None
@@ -124,7 +133,7 @@ class RankAgreement:
     def tick(self) -> None:
         """See what the others have said."""
         now, messages = self._round, self._messages()
-        if now is None or messages is None or self._ranks.world_size == 1 or self.lost:
+        if now is None or messages is None or self.alone or self.lost:
             return
         try:
             self._advance(messages, now)

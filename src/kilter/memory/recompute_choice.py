@@ -8,6 +8,9 @@ two of single operations, and again until it differs from them by more than they
 What iterations took beyond the plan with single operations is, when calls are chosen, counted for
 each tensor that they spare from being recomputed alone or offloaded.
 
+A job that comes again begins with the way that its last run has measured to be the fastest
+(`kept_recompute.py`), and compares them only where that way is not to be had any more.
+
 Several ranks choose together: at the end of each turn they agree on what the slowest has measured
 (`rank_agreement.py`), so that all go on alike from the same iteration.
 """
@@ -15,11 +18,12 @@ Several ranks choose together: at the end of each turn they agree on what the sl
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_time
 from kilter.memory.iteration_times import IterationTimes, median_s
+from kilter.memory.kept_recompute import KeptRecompute, RecomputeHistory, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.rank_agreement import RankAgreement, TurnNote
 
@@ -46,14 +50,6 @@ FASTER = 0.98
 """Another way stays where an iteration takes at most this share of the time."""
 
 
-class RecomputeWay(Enum):
-    """How tensors are recomputed."""
-
-    CALLS = "calls of modules"
-    OWN = "the model's own checkpointing"
-    OPERATIONS = "single operations"
-
-
 class RecomputeChoice:
     """Compares ways on the running job, two at a time. Called in the thread whose tensors are
     governed.
@@ -68,6 +64,7 @@ class RecomputeChoice:
         own: OwnCheckpointing | None,
         can_record: Callable[[], bool],
         ranks: RankAgreement,
+        history: RecomputeHistory,
     ) -> None:
         """`own` is None where checkpointing of the model's own is not to be tried. `can_record`
         says whether calls can be recorded by now, and has what that takes built."""
@@ -76,6 +73,14 @@ class RecomputeChoice:
         self._own = own
         self._can_record = can_record
         self._ranks = ranks
+        self._history = history
+        self._begins = True
+        """It is not agreed on yet what an earlier run has chosen."""
+        self.kept: KeptRecompute | None = None
+        """What an earlier run has chosen, and this one begins with; once it is decided by
+        measurement, what the next run is to begin with."""
+        self._events = ""
+        """The fingerprint of the largest pass with everything kept."""
         self.way = RecomputeWay.OPERATIONS
         self._base = RecomputeWay.OPERATIONS
         self._other: RecomputeWay | None = None
@@ -114,11 +119,13 @@ class RecomputeChoice:
         """`settled` says that the job's budget and plans stand, but for this choice."""
         operations = self.way is RecomputeWay.OPERATIONS
         if self._note is None and not (operations and not (settled and self._looked())):
-            self._note = self._turn()
+            self._note = self._earlier() if self._begins else self._turn()
         if self._note is None:
             return
         if not self._said:
-            if operations and not self._note.why_not and not self._can_record():
+            kept = self._note.kept
+            records = kept.way is RecomputeWay.CALLS if kept else operations and not self._begins
+            if records and not self._note.why_not and not self._can_record():
                 return
             self._ranks.say(self._note)
             self._said = True
@@ -131,6 +138,14 @@ class RecomputeChoice:
 
     def _go_on(self, heard: TurnNote) -> None:
         """The turn is over on all ranks."""
+        if self._begins:
+            self._begins = False
+            if heard.kept is not None and not heard.why_not:
+                self._begin_with(heard.kept)
+            return
+        if self.kept is not None:
+            self._stay_with(self.kept, heard.why_not)
+            return
         self._why_not, self._share, self._tensors = heard.why_not, heard.share, heard.tensors
         if heard.seconds is not None:
             self._turns_s.append(heard.seconds)
@@ -167,6 +182,34 @@ class RecomputeChoice:
             self._note_pass()
         return True
 
+    def _earlier(self) -> TurnNote | None:
+        """What an earlier run has chosen, where passes are as they were then; None: not known."""
+        kept = self._history.last
+        if not self._history.known:
+            return None
+        if kept is not None and (kept.models, kept.events) != (self._models, self._events):
+            kept = None
+        if kept is None and self._ranks.alone:
+            self._begins = False
+            return self._turn()
+        return self._note_of(None, kept)
+
+    def _begin_with(self, kept: KeptRecompute) -> None:
+        self.kept, self._share, self._each_s = kept, kept.share, kept.each_s
+        if kept.way is RecomputeWay.OPERATIONS:
+            self._stay_with(kept, "")
+        else:
+            self._take(kept.way)
+
+    def _stay_with(self, kept: KeptRecompute, why_not: str) -> None:
+        """It has a plan on all ranks, and stays; or it has none, and the ways are compared."""
+        if not why_not:
+            self._stay(f"an earlier run of this job chose that ({kept.day}) [measured]")
+            return
+        self.kept, self._why_not = None, ""
+        self._take(RecomputeWay.OPERATIONS)
+        self._note_pass()
+
     def _turn(self) -> TurnNote | None:
         """The present way was measured, or will not be. None: neither."""
         way, swapper = self.way, self._swapper
@@ -187,12 +230,16 @@ class RecomputeChoice:
             if self._left > 0:
                 return None
             self._why_not = f"{way.value} got no plan in time"
+        return self._note_of(measured_s)
+
+    def _note_of(self, measured_s: float | None, kept: KeptRecompute | None = None) -> TurnNote:
         return TurnNote(
             models=self._models,
             share=self._share,
             tensors=self._tensors,
             seconds=measured_s,
             why_not=self._why_not,
+            kept=kept,
         )
 
     def _compared(self) -> dict[RecomputeWay, float]:
@@ -240,6 +287,15 @@ class RecomputeChoice:
         measured = ", ".join(each).replace(" with", " an iteration with", 1)
         said = [f"{measured} [measured]"] * bool(each) + [self._why_not] * bool(self._why_not)
         self._stay("; ".join(said))
+        if self._measured_s:
+            self.kept = KeptRecompute(
+                day=date.today().isoformat(),
+                way=self.way,
+                models=self._models,
+                events=self._events,
+                share=self._share,
+                each_s=self._each_s,
+            )
 
     def _stay(self, why: str) -> None:
         """Nothing changes any more."""
@@ -257,7 +313,7 @@ class RecomputeChoice:
         largest = self._swapper.largest_pass()
         if largest is None:
             return
-        self._tensors = len(largest.data)
+        self._tensors, self._events = len(largest.data), largest.fingerprint
         if self._tensors > MOST_TENSORS and self._other is RecomputeWay.CALLS:
             self._why_not = "calls of modules are not tried with so many tensors"
         self.plain_peak_bytes = largest.peak_bytes

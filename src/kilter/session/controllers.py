@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kilter.clocks.controller import ClocksController, mode_of
-from kilter.clocks.history import default_file
 from kilter.clocks.job_history import JobHistory
 from kilter.clocks.operation_controller import OperationsController
 from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
+from kilter.core.history import default_file
 from kilter.core.plan import Goal, Objective
 from kilter.core.ranks import Ranks
 from kilter.device.find import find
@@ -39,7 +39,8 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
     """The controllers of a run, in the order in which they settle: clocks are judged on a job whose
     memory plan is in force."""
     controllers: list[Controller] = []
-    history = JobHistory(run, _history_file(options), options.predictor, options.command)
+    file = _history_file(options)
+    history = JobHistory(run, file, options.predictor, options.command)
 
     def clocks() -> Controller:
         return ClocksController(run, rehearse_s=options.rehearsal_s, history=history)
@@ -52,6 +53,8 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
                 gradients=options.gradients,
                 weights=options.weights,
                 recompute=options.recompute,
+                history=file,
+                command=options.command,
             )
         )
     asked = options.sections

@@ -231,6 +231,7 @@ def run_one(
         environ |= {
             STATE_VARIABLE: str(root / "state"),
             "HARM_SEEN": str(seen),
+            "KILTER_HISTORY": "off",
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -275,6 +275,7 @@ def _run_program(seed: int, out: Path | None) -> str:
             recompute=recompute,
             device="null",
             out=out,
+            history="off",
         )
     try:
         with contextlib.redirect_stdout(printed), governed:

@@ -20,10 +20,10 @@ from kilter.app.learning import (
     points_of_runs,
     points_of_table,
 )
-from kilter.clocks.history import History, default_file
 from kilter.clocks.plan.predictor import LearningError, Predictor
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
+from kilter.core.history import History, default_file
 from kilter.core.label import Label
 from kilter.core.past_run import PastRun
 from kilter.core.units import show_count

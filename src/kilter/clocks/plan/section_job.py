@@ -13,9 +13,9 @@ import msgspec
 
 from kilter.clocks.plan.section_search import Depths, FoundDepths, SearchTarget
 from kilter.clocks.plan.sections import RankSections
-from kilter.clocks.plan.signature import signature
 from kilter.clocks.plan.worth import ClockCosts, LowStretch, Worth, job, whole_job
 from kilter.core.section_record import SectionsFound, Taken
+from kilter.core.signature import signature
 from kilter.core.units import show_clock, show_count, show_fraction
 from kilter.model.stats import paired_ratio
 

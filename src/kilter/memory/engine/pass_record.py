@@ -10,6 +10,7 @@ Values and arithmetic only; the hooks are in `tensor_hooks.py`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,6 +125,11 @@ class PassRecord:
         """Each tensor that was saved is there. It is not where an exception of the program's (of
         a signal handler) ended a hook between the event and its tensor."""
         return sum(code > 0 for code in self.events) == len(self.data)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the events, by which another run recognises passes of this kind."""
+        return hashlib.sha256(repr(self.events).encode()).hexdigest()[:16]
 
     @property
     def peak_bytes(self) -> int:

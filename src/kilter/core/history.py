@@ -1,9 +1,9 @@
 """The history of this user's governed runs on this machine: an embedded SQLite database.
 
 Each run adds the settings that it compared and what it chose; the next run of the same job begins
-with that (`plan/known`), and `kilter learn` fits its predictor to all of them. Every row says where
-its numbers come from: a reader names the label that it wants, so that simulated runs never enter
-what is said of a measured one.
+with that (`clocks/plan/known`), and `kilter learn` fits its predictor to all of them. Every row
+says where its numbers come from: a reader names the label that it wants, so that simulated runs
+never enter what is said of a measured one. Of each job's memory plans the last record is kept.
 
 The database is opened for one short transaction at a time, so that any number of processes may use
 it, and no descriptor of ours stays open in the program. Whatever is wrong with the file is one
@@ -49,6 +49,13 @@ CREATE TABLE run (
 );
 CREATE INDEX of_job ON run (signature, label, id);
 """
+_MEMORY_SCHEMA = """\
+CREATE TABLE IF NOT EXISTS memory (
+    signature TEXT PRIMARY KEY,
+    record TEXT NOT NULL
+)
+"""
+"""Made when it is needed first: a kilter that has no use for it reads the same file."""
 NETWORK_FILE_SYSTEMS = frozenset(
     (
         *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
@@ -96,6 +103,24 @@ class History:
     def runs(self, label: Label) -> list[PastRun]:
         """All runs with this label, the oldest first."""
         return self._runs("WHERE label = ? ORDER BY id", (label.value,))
+
+    def keep_memory(self, signature: str, record: str) -> None:
+        """In place of what was kept of this job's memory plans before."""
+        with self._open(create=True) as database:
+            database.execute(_MEMORY_SCHEMA)
+            database.execute("INSERT OR REPLACE INTO memory VALUES (?, ?)", (signature, record))
+
+    def memory(self, signature: str) -> str | None:
+        """What was kept of this job's memory plans."""
+        if not self.path.exists():
+            return None
+        with self._open(create=False) as database:
+            made = "SELECT 1 FROM sqlite_schema WHERE name = 'memory'"
+            kept = "SELECT record FROM memory WHERE signature = ?"
+            if database.execute(made).fetchone() is None:
+                return None
+            row = database.execute(kept, (signature,)).fetchone()
+        return None if row is None else str(row[0])
 
     def _runs(self, which: str, values: tuple[str, ...]) -> list[PastRun]:
         if not self.path.exists():

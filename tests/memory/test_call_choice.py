@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+import pytest
+
 from kilter.memory.engine.call_choice import CallChoice
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor, use_code
+from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.mix import mix
 from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
@@ -63,10 +67,14 @@ def record_of(cheap_s: float, costly_s: float) -> PassRecord:
     )
 
 
-def chosen(record: PassRecord, share: float, alone_s: float) -> tuple[SavedSegment, ...]:
+def choice_of(record: PassRecord, share: float, alone_s: float = 1e-3) -> CallChoice:
     budget_bytes = int(share * record.peak_bytes)
     problem = partial(PassRecord.problem, link=LINK, budget_bytes=budget_bytes, min_bytes=1)
-    return CallChoice(record, problem, alone_s).best()
+    return CallChoice(record, problem, alone_s)
+
+
+def chosen(record: PassRecord, share: float, alone_s: float) -> tuple[SavedSegment, ...]:
+    return choice_of(record, share, alone_s).best()
 
 
 def test_what_is_cheap_is_made_together_and_the_rest_is_offloaded() -> None:
@@ -80,6 +88,37 @@ def test_calls_are_made_as_a_whole_where_all_of_them_is_cheap() -> None:
     parts = chosen(record_of(cheap_s=1e-5, costly_s=1e-5), 0.4, alone_s=1e-3)
     whole = [one for one in parts if len(one.members) == 2]
     assert len(whole) > len(parts) / 2  # of some, less is enough
+
+
+@pytest.mark.parametrize("costly_s", [1e-5, 2e-2], ids=["whole", "in part"])
+def test_another_run_finds_the_same_calls_again(costly_s: float) -> None:
+    first = choice_of(record_of(1e-5, costly_s), 0.4)
+    best = first.best()
+    assert any(len(one.members) == 2 for one in best) is (costly_s == 1e-5)
+    kept = msgspec.json.decode(msgspec.json.encode(first.kept(best)), type=KeptCalls)
+    second = choice_of(record_of(1e-5, costly_s), 0.4)
+    assert second.again(kept) == best
+    assert second.again(msgspec.structs.replace(kept, calls=())) is None  # which takes longer
+
+
+def test_calls_that_are_not_there_or_not_as_good_are_searched_anew() -> None:
+    record = record_of(1e-5, 1e-5)
+    first = choice_of(record, 0.4)
+    kept = first.kept(first.best())
+
+    def found(record: PassRecord, share: float = 0.4) -> bool:
+        return choice_of(record, share).again(kept) is not None
+
+    slower = [2.0 * one for one in record.operation_s]
+    assert found(replace(record, operation_s=slower))  # with everything kept as well
+    assert not found(record_of(1e-5, 3e-3))
+    lost = next(one for one in record.segments if one.first == kept.calls[0].first)
+    others = tuple(one for one in record.segments if one is not lost)
+    assert not found(replace(record, segments=others))
+    other = replace(lost, members=frozenset({min(lost.members)}))
+    assert not found(replace(record, segments=(other, *others)))
+    assert not found(record, 0.1)
+    assert not found(record, 0.5)
 
 
 def test_a_part_takes_what_its_tensors_take() -> None:

@@ -6,11 +6,14 @@ import itertools
 import random
 
 import pytest
+from msgspec import structs
 
 from kilter.core.messages import LocalMessages, MessagesGone
 from kilter.core.ranks import Ranks
 from kilter.memory import rank_agreement
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.kept_calls import KeptCall, KeptCalls
+from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.rank_agreement import ROUNDS, RankAgreement, TurnNote
 
 ITERATION_S = 0.05
@@ -74,6 +77,23 @@ def run(ranks: list[Rank], iterations: int, ticks: int = 2) -> None:
             rank.iterate()
             for _ in range(ticks):
                 rank.agreement.tick()
+
+
+def test_what_rank_0_has_found_of_an_earlier_run_all_ranks_hear() -> None:
+    calls = KeptCalls("events", (KeptCall("Block", 1, 4, (2, 3)),), 1000, 0.2, 0.1)
+    kept = KeptRecompute(
+        day="2026-11-26",
+        way=RecomputeWay.CALLS,
+        models="Net",
+        events="events",
+        share=0.5,
+        each_s=1e-4,
+        calls=(calls,),
+    )
+    _, ranks = job(structs.replace(note(None), kept=kept), note(None), note(None))
+    run(ranks, 40)
+    assert [rank.heard[0][1].kept for rank in ranks] == [kept] * 3
+    assert len({rank.heard[0][0] for rank in ranks}) == 1
 
 
 def test_the_slowest_rank_and_the_one_that_is_shortest_of_memory_count() -> None:

@@ -26,6 +26,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.kept_calls import KeptCall, KeptCalls
 from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
@@ -72,8 +73,11 @@ class Engine:
         self.exchanged.append(others)
         return f"kinds {len(self.exchanged)}"
 
-    def recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
+    kept: list[Any] = field(default_factory=list)
+
+    def recompute(self, *, calls: bool, each_s: float, kept: tuple[KeptCalls, ...]) -> None:
         self.asked.append(calls)
+        self.kept.append(kept)
         self.each_s.append(each_s)
         self.recomputes_calls = calls and self.worth
 
@@ -612,9 +616,10 @@ def test_the_checkpointing_that_an_earlier_run_chose_is_on_at_once() -> None:
 
 
 def test_calls_that_an_earlier_run_chose_are_recomputed_at_once() -> None:
-    engine, found = Engine(), kept(RecomputeWay.CALLS, models="")
+    engine, calls = Engine(), (KeptCalls("as ever", (KeptCall("Block", 1, 2, (3,)),), 9, 0.1, 0.1),)
+    found = kept(RecomputeWay.CALLS, models="", calls=calls)
     choice, times, _ = beginning_with(found, engine, None)
-    assert (engine.asked, engine.each_s) == ([True], [2e-4])
+    assert (engine.asked, engine.each_s, engine.kept) == ([True], [2e-4], [calls])
     times.planned_s.extend([9.9] * MEASURED)
     choice.iteration_ended(settled=True)
     assert choice.words == f"calls of modules are recomputed where they pay: {CHOSE}"

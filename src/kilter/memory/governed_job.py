@@ -6,6 +6,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kilter.controller import Run
 from kilter.core.errors import KilterError, PlanError
 from kilter.core.events import Moved
@@ -198,6 +200,7 @@ class GovernedJob:
             self._decide_after_iteration()
         self._tell(*self._bounds())
         if self._choice is not None:
+            self._keep(self._choice)  # plans may have been made since it was decided
             self._history.tick()
 
     # While the program runs
@@ -294,10 +297,15 @@ class GovernedJob:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")
-                if choice.kept is not None:
-                    self._history.keep(choice.kept)
+                self._keep(choice)
                 if choice.way is RecomputeWay.OWN and self._policy is not None:
                     self._policy.activations_are_smaller()
+
+    def _keep(self, choice: RecomputeChoice) -> None:
+        """For the next run of this job."""
+        if choice.decided and choice.kept is not None:
+            calls = self._swapper.kept_calls() if choice.way is RecomputeWay.CALLS else ()
+            self._history.keep(msgspec.structs.replace(choice.kept, calls=calls))
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)

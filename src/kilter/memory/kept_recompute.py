@@ -19,6 +19,7 @@ from kilter.controller import Run
 from kilter.core.errors import FileError
 from kilter.core.history import History
 from kilter.core.signature import command_of, signature
+from kilter.memory.kept_calls import KeptCalls
 
 
 class RecomputeWay(Enum):
@@ -43,6 +44,8 @@ class KeptRecompute(msgspec.Struct, frozen=True, kw_only=True):
     """Of the models' blocks, how many their own checkpointing covers."""
     each_s: Annotated[float, msgspec.Meta(ge=0.0)]
     """Of the host, for each tensor recomputed alone or offloaded, where calls are chosen."""
+    calls: tuple[KeptCalls, ...] = ()
+    """Those that were chosen, for each kind of pass."""
 
 
 class RecomputeHistory:
@@ -71,13 +74,14 @@ class RecomputeHistory:
         """Once torch is imported: look up what is kept, write what is to be."""
         if self._history is None:
             return
+        chosen = self._chosen
         try:
             if not self.known:
                 self.last = self._read(self._history)
-            elif self._chosen is not None and self._chosen != self.last:
-                record = msgspec.json.encode(self._chosen).decode()
+            elif chosen is not None and chosen != self.last:
+                record = msgspec.json.encode(chosen).decode()
                 self._history.keep_memory(self._signature, record)
-                self.last = self._chosen
+                self.last = chosen
         except FileError as error:
             self._run.log.refuse("keeping the history of this job", str(error))
             self._history = None

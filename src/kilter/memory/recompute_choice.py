@@ -272,7 +272,11 @@ class RecomputeChoice:
                 known = self._aside.pop(RecomputeWay.OPERATIONS, None)
             self._aside[self.way] = self._swapper.exchange(known)
         if RecomputeWay.CALLS in (way, self.way):
-            self._swapper.recompute(calls=way is RecomputeWay.CALLS, each_s=self._each_s)
+            self._swapper.recompute(
+                calls=way is RecomputeWay.CALLS,
+                each_s=self._each_s,
+                kept=() if self.kept is None else self.kept.calls,
+            )
         self.way, self._left = way, PATIENCE
         self._times.begin_plan()
 

@@ -4,6 +4,9 @@ Either all of it, as checkpointing does, or a part: a plan is made as if each te
 could be recomputed alone, and what that plan recomputes of a call becomes one part, made at one
 time; the rest is offloaded or kept. A part takes more memory than its tensors one by one, so that
 plan is made for a smaller budget where the parts do not fit.
+
+Finding them takes seconds, in which the program waits. So what an earlier run of the job has chosen
+is tried first, and taken without a search where its plan is as good as it was.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from kilter.core.errors import PlanError
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+from kilter.memory.kept_calls import KeptCall, KeptCalls
 from kilter.memory.plan.mix import cost_s, roughly
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.segments import SegmentChoice, best_set, levels
@@ -26,6 +30,12 @@ LEFT_OUT = (1 / 8, 1 / 4, 1 / 2)
 at the end of backward gradients fill the device."""
 LARGEST_LEVELS = 2
 """Sets of calls of which parts are tried."""
+AS_GOOD = 1.01
+"""Calls are taken again where their plan takes at most this many times as long as when they were
+chosen, both by what the operations of the pass take: this GPU may be a little slower."""
+LARGER = 1.05
+"""And where the budget is at most this many times as large: with more memory others may be better.
+"""
 
 Segments = tuple[SavedSegment, ...]
 
@@ -71,6 +81,36 @@ class CallChoice(NamedTuple):
             choices, lambda some, s: self._cost_s(tuple(found[i] for i in some), s), best_s
         )
         return best if whole is None else tuple(found[i] for i in whole)
+
+    def again(self, kept: KeptCalls) -> Segments | None:
+        """What an earlier run has chosen; None: it is not all there, or not as good."""
+        found = {(one.name, one.first, one.last): one for one in self.record.segments}
+        calls = []
+        for call in kept.calls:
+            one = found.get((call.name, call.first, call.last))
+            members = frozenset(call.members)
+            if one is not None and one.members != members:
+                one = self.record.part(one, members)
+            if one is None or one.members != members:
+                return None
+            calls.append(one)
+        now = self.kept(tuple(calls))
+        longer = now.cost_s * kept.plain_s > AS_GOOD * kept.cost_s * now.plain_s
+        return None if longer or now.budget_bytes > LARGER * kept.budget_bytes else tuple(calls)
+
+    def kept(self, segments: Segments) -> KeptCalls:
+        """What another run may begin with."""
+        problem, _ = self.make_problem(self.record, segments=segments)
+        return KeptCalls(
+            events=self.record.fingerprint,
+            calls=tuple(
+                KeptCall(one.name, one.first, one.last, tuple(sorted(one.members)))
+                for one in segments
+            ),
+            budget_bytes=problem.budget_bytes,
+            cost_s=self._cost_s(segments, inf),
+            plain_s=problem.compute_s,
+        )
 
     def _cost_s(self, segments: Segments, below_s: float) -> float:
         problem, _ = self.make_problem(self.record, segments=segments)

@@ -52,6 +52,7 @@ from kilter.memory.engine.store import (
 from kilter.memory.engine.tensor_hooks import TensorHooks
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Deviations, PassOrder, Watch
+from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
 from kilter.observe import optimizer_steps, torch_internals
@@ -333,10 +334,17 @@ class Swapper(AbstractContextManager["Swapper"]):
         """A plan recomputes calls of modules, or parts of them."""
         return any(kind.plan is not None and kind.plan.segments for kind in self._kinds)
 
-    def recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
+    def kept_calls(self) -> tuple[KeptCalls, ...]:
+        """Those that plans recompute, for another run of the same job."""
+        return self._kinds.kept_calls()
+
+    def recompute(
+        self, *, calls: bool, each_s: float = 0.0, kept: Iterable[KeptCalls] = ()
+    ) -> None:
         """In the thread of `enter`: from the next pass on recompute calls of modules where a plan
         gains by it, which are tried first, or single operations alone. `each_s` is what the host
-        takes for a tensor that is recomputed alone or offloaded, beyond what every plan counts."""
+        takes for a tensor that is recomputed alone or offloaded, beyond what every plan counts;
+        `kept` are the calls that an earlier run has chosen."""
         if self._store.within() is None:
             self._end_pass()
         elif self._plan is not None and self._at.event < len(self._plan.events):
@@ -347,7 +355,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         elif not calls and self._segments is not None:
             self._segments.calls.exit()
             self._segments = None
-        self._kinds.recompute(calls=calls, each_s=each_s)
+        self._kinds.recompute(calls=calls, each_s=each_s, kept=kept)
         self._deviations.forget()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -6,9 +6,10 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -16,13 +17,14 @@ from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
-from kilter.memory.engine.call_choice import CallChoice
+from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.store import Store
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
+from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.memory.plan.problem import Link
@@ -62,6 +64,8 @@ class PassKind:
     trials: int = 0
     segments: tuple[SavedSegment, ...] = ()
     """Calls of modules, or parts of them, that the plan may recompute at one time."""
+    kept: KeptCalls | None = None
+    """The same for another run; None: there was nothing to choose from."""
     plan: Ready | None = None
     outdated: bool = False
     """Its plan was measured otherwise than predicted, and another one is to be made."""
@@ -127,6 +131,8 @@ class PassKinds:
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
         """Kinds that are watched anew, since their levels are others: what trials have found."""
         self._alone_s = alone_s
+        self._kept: dict[str, KeptCalls] = {}
+        """What an earlier run has chosen, by the fingerprint of the kind of pass."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(backend)
@@ -186,10 +192,17 @@ class PassKinds:
         }
         record.level_bytes = level_bytes
 
-    def recompute(self, *, calls: bool, each_s: float) -> None:
+    def kept_calls(self) -> tuple[KeptCalls, ...]:
+        """What another run may begin with, of kinds that this run has met and of others."""
+        met = {kind.kept.events: kind.kept for kind in self if kind.kept is not None}
+        known = (self._kept | met).values()
+        return tuple(kept for kept in known if isfinite(kept.cost_s))[-MAX_KINDS:]
+
+    def recompute(self, *, calls: bool, each_s: float, kept: Iterable[KeptCalls]) -> None:
         """Those that were tried without calls of modules are tried again with them; or all are
-        planned without them."""
+        planned without them. `kept` is what an earlier run has chosen."""
         self._alone_s = each_s
+        self._kept = {one.events: one for one in kept}
         self._tried_before.clear()
         for events, kind in self._by_events.items():
             if calls and kind.tried and not kind.record.segments:
@@ -391,9 +404,11 @@ class PassKinds:
             host_room_bytes=room_bytes,
             recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
         )
-        calls = self._planner == "mix"
-        choice = CallChoice(kind.record, make_problem, self._alone_s)
-        kind.segments = choice.best() if calls else ()
+        kind.segments, kind.kept = (), None
+        if self._planner == "mix" and kind.record.segments:
+            kind.segments, kind.kept = self._calls(
+                CallChoice(kind.record, make_problem, self._alone_s)
+            )
         problem, numbers = make_problem(kind.record, segments=kind.segments)
         if kind.segments:
             problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
@@ -405,6 +420,14 @@ class PassKinds:
         }
         self._make_room(total)
         return self._settled_in(self._made_ready(kind, problem, numbers, value, places))
+
+    def _calls(self, choice: CallChoice) -> tuple[Segments, KeptCalls]:
+        kept = self._kept.get(choice.record.fingerprint)
+        again = None if kept is None else choice.again(kept)
+        if kept is not None and again is not None:
+            return again, kept
+        best = choice.best()
+        return best, choice.kept(best)
 
     def retain(self) -> None:
         """A pass has departed from its plan and retains its graph, above the budget: tensors that

@@ -228,6 +228,36 @@ def test_ranks_begin_with_what_an_earlier_run_of_theirs_chose(
     assert one["flags"][-1][0]
 
 
+def test_ranks_recompute_the_calls_that_an_earlier_run_of_theirs_chose(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    """Rank 0 tells the other, which searches for none either."""
+    history = ("--history", str(tmp_path / "history.sqlite"))
+    wrap = DDP % "static_graph=True, gradient_as_bucket_view=True"
+    head = HEAD.replace("layer = Layer", "layer = Block")
+    source = head + wrap + TAIL + LARGEST_CALLS + LOOP
+    governed(warm, tmp_path, source, codes=(0, 0), more=(*history, "--out", "before"))
+    assert [(tmp_path / f"searched-{rank}").exists() for rank in range(2)] == [True, True]
+    for rank in range(2):
+        (tmp_path / f"searched-{rank}").unlink()
+    one, other = both(warm, tmp_path, source, more=history)
+    assert one["chosen"] == other["chosen"]
+    (words,) = one["chosen"]
+    assert words.startswith("calls of modules are recomputed where they pay: an earlier run of")
+    assert [(tmp_path / f"searched-{rank}").exists() for rank in range(2)] == [False, False]
+
+
+LARGEST_CALLS = """
+if plain is None:
+    from kilter.memory.engine import call_choice
+    levels = call_choice.levels
+    def largest(choices, *_):
+        open(f"searched-{rank}", "w").close()
+        return levels(choices)[0]
+    call_choice.best_set, call_choice.levels = largest, lambda _: []
+    call_choice.AS_GOOD = 1e3
+    recompute_choice.RecomputeChoice._note_host = lambda *_: None
+"""
 NO_PLAN = """LEAD_S = 0.2
     turn = recompute_choice.RecomputeChoice._turn
     def first_fails(choice):

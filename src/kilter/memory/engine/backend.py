@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 CopyEvent = Any
-"""Marks the end of a copy, or a moment. Its type is the backend's own."""
+"""It marks the end of a copy, or a moment. Its type is the backend's own."""
 
 
 SPOIL = "KILTER_SPOIL_EVICTED"
-"""Environment variable: `1` makes the stand-in overwrite what was evicted. Tests set it."""
+"""With `1` in this environment variable the stand-in overwrites what was evicted. Tests set it."""
 
 
 def owned(storage: torch.UntypedStorage, *, on_cuda: bool) -> bool:
@@ -48,14 +48,15 @@ class Backend(Protocol):
 
     device: torch.device
     host: HostLimit
-    """Bytes that `reserve` may take."""
+    """It limits the bytes that `reserve` may take."""
     spoils: bool
     """Whether `evicted` has an effect."""
     shows_waits: bool
     """Two marks around a `wait` show how long the device waited for the copy."""
     holds: Callable[[int], None] | None
-    """Told how many bytes saved tensors hold, whenever the engine takes or evicts some (not at the
-    compiled library's quiet events), where the backend keeps account itself; None: it does not."""
+    """It is told how many bytes saved tensors hold, whenever the engine takes or evicts some (not
+    at the compiled library's quiet events), where the backend keeps account itself; None: it does
+    not."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
@@ -133,7 +134,7 @@ class CpuStandIn:
         self.host = HostLimit() if host is None else host
         self._reserved_bytes = 0
         self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """By address, the memory that has become part of the device's."""
+        """It holds, by address, the memory that has become part of the device's."""
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._issued = 0

@@ -12,8 +12,8 @@ from __future__ import annotations
 import gc
 
 NEVER = 2**31 - 1
-"""New objects before a collection, while it is held back. Not `gc.disable()`: the program may call
-that, or `gc.enable()`, or ask for the state, at any moment."""
+"""So many new objects are made before a collection, while it is held back. `gc.disable()` is not
+used: the program may call that, or `gc.enable()`, or ask for the state, at any moment."""
 
 
 class Collector:

@@ -30,7 +30,7 @@ from kilter.core.files import state_home
 from kilter.core.reasons import Reason
 
 BUILD = "KILTER_BUILD"
-"""Environment variable: `off` builds nothing, and what is built is not used."""
+"""With `off` in this environment variable nothing is built, and what is built is not used."""
 LONGEST_BUILD_S = 300
 BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"

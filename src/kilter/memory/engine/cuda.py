@@ -35,12 +35,12 @@ from kilter.observe import torch_internals
 CLOCK_HZ = 2e9
 """The counter that the framework's sleep counts by runs at about this rate."""
 LARGE_COPIES, SMALL_COPIES = 4, 64
-"""By which rates and the latency of the link are measured."""
+"""So many large copies measure the rates of the link, and so many small ones its latency."""
 HOST_SHARE = 0.8
-"""Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
+"""This share of what the host can give may be pinned; the job's own data loaders need the rest."""
 
 MAPPED = 2
-"""`cudaHostRegisterMapped`: the device may read and write the memory itself."""
+"""With this flag, `cudaHostRegisterMapped`, the device may read and write the memory itself."""
 
 
 class _Driver:
@@ -79,7 +79,7 @@ class _Lane:
         self._ready, *self._done = (event.cuda_event for event in self._events)
         self._issued = 0
         self._waited: dict[int, int] = {}
-        """By stream: the last copy that it waited for."""
+        """It names, for each stream, the last copy that the stream waited for."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> CopyEvent:
         """Of as many bytes, dense on both sides."""
@@ -153,7 +153,7 @@ class Cuda:
         self._registered: dict[int, torch.Tensor] = {}
         """It is kept by address."""
         self._mapped: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
-        """By address: what has become part of the device's memory."""
+        """It holds, by address, what has become part of the device's memory."""
 
     @classmethod
     def open(cls, index: int | None = None, host: HostLimit | None = None) -> Cuda:

@@ -10,7 +10,7 @@ from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.store import Saved, Store
 
 UNSEEN_SHARE = 0.6
-"""Share of the budget above which tensors are offloaded in the first pass. The rest is for tensors
+"""Above this share of the budget tensors are offloaded in the first pass. The rest is for tensors
 that cannot be offloaded and have not been seen yet (the logits of a language model are often the
 largest)."""
 
@@ -24,8 +24,8 @@ class Demand:
         self._surge_bytes: int | None = None
         """How far a pass went above the level; None before the first pass has ended."""
         self.chosen: list[weakref.ref[Saved]] = []
-        """Tensors that are offloaded as soon as the program holds them no longer. Always this
-        list."""
+        """These tensors are offloaded as soon as the program holds them no longer. It is always
+        this list."""
         self.spilled = 0
         self.refused: dict[str, Reason] = {}
         """It has the first reason of each code."""

@@ -20,9 +20,9 @@ class DueMoves:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.by_number: dict[int, weakref.ref[Saved]] = {}
-        """The tensors of the present pass that are followed."""
+        """It holds the tensors of the present pass that are followed."""
         self._calls: dict[int, weakref.ref[ModuleCall]] = {}
-        """By `in_place_of` its tensors, the calls that are recomputed."""
+        """It holds the calls that are recomputed, by `in_place_of` their tensors."""
         self.overdue: dict[int, torch.Tensor | None] = {}
         """What is due to be evicted but held by the program, with the host memory for the copy
         (None: to be recomputed)."""

@@ -68,20 +68,20 @@ class SwapReport(MemoryCounts, frozen=True, kw_only=True):
     """What the engine did so far, and its present state."""
 
     watched: int
-    """Passes that were watched, or tried."""
+    """So many passes were watched, or tried."""
     watched_every: int
     """Of passes without a plan one in this many is watched; more than 1 where shapes keep changing.
     """
     held_peak_bytes: int
-    """The most bytes of saved tensors on the device at one time in the last pass that was watched,
-    or among the first under a plan."""
+    """Saved tensors had at most so many bytes on the device at one time, in the last pass that was
+    watched, or among the first under a plan."""
     plans: tuple[MemoryPlan, ...]
     settled: bool
     """There is a plan, and every plan was measured and holds."""
     highest_bytes: int
-    """The largest measured peak of passes of all kinds, each as it runs now; 0: not measured."""
+    """No pass of any kind, as each runs now, measured a larger peak; 0: not measured."""
     peaks_bytes: tuple[int, ...]
-    """Measured peak of the first passes under each plan, in order of planning."""
+    """The first passes under each plan had these measured peaks, in order of planning."""
     refused: tuple[Reason, ...]
     """Why something could not be planned, or was planned otherwise."""
 
@@ -128,7 +128,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
-        """The budget for which the next plans are made."""
+        """The next plans are made for this budget."""
         self.may_plan = True
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         self._kinds = PassKinds(

@@ -75,7 +75,7 @@ def normalised(
 
 
 ALIGNED = 16
-"""Bytes by which Triton tells addresses apart when it compiles."""
+"""Triton tells addresses apart by so many bytes when it compiles."""
 
 
 def _shape(width: int) -> dict[str, int]:

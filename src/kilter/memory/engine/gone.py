@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 _numbers = itertools.count()
 _watched: dict[int, weakref.ref[object]] = {}
-"""References whose callbacks are to run. They are dropped when the interpreter exits."""
+"""It holds references whose callbacks are to run. They are dropped when the interpreter exits."""
 
 
 def when_gone(thing: object, function: Callable[..., object], *arguments: object) -> None:

@@ -23,7 +23,7 @@ from kilter.memory.plan.state import StatePlan
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
 )
-"""Optimizers of `torch.optim` that treat each parameter on its own: bucket by bucket they compute
+"""These optimizers of `torch.optim` treat each parameter on its own: bucket by bucket they compute
 what they compute at once, bit for bit."""
 
 
@@ -41,8 +41,8 @@ class StateInBuckets:
 
     def __init__(self) -> None:
         self.buckets: list[StateBucket] = []
-        """In the order in which their gradients arrive; none where the optimizer cannot be run
-        bucket by bucket."""
+        """They stand in the order in which their gradients arrive; there are none where the
+        optimizer cannot be run bucket by bucket."""
         self.bucket_of: dict[int, int] = {}
         """Each parameter is in the bucket of this number."""
         self.streams = False
@@ -61,7 +61,7 @@ class RoundOfVisits:
     def __init__(self) -> None:
         self.open = False
         self.had_state: set[int] = set()
-        """Parameters that had state before this round."""
+        """These parameters had state before this round."""
         self.visited: set[int] = set()
         self.updated: set[int] = set()
         """These buckets were updated in this round."""
@@ -83,7 +83,8 @@ class GradientEvidence:
         """Gradients arrived with this storage and version."""
         self.marks: list[tuple[int, CopyEvent]] = []
         self.arrives_s: dict[int, float] = {}
-        """By parameter, from the first gradient on; of the last iteration that was watched."""
+        """In the last iteration that was watched, each parameter's gradient arrived so long after
+        the first one."""
         self.at: dict[int, int] = {}
         """A parameter's gradient arrives in this operation of the pass."""
 
@@ -127,7 +128,8 @@ class GovernedOptimizer:
         self.refused: dict[Reason, None] = {}
         """Why gradients are kept or state stays, each reason once."""
         self.stash: list[tuple[Any, torch.Tensor]] = []
-        """Gradients that are hidden from the program's own step, since they were used already."""
+        """It holds gradients that are hidden from the program's own step, since they were used
+        already."""
         self.handles: list[Any] = []
         """They are hooks on the optimizer; the first two run before and after its step."""
         self.note_state()

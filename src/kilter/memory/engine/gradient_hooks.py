@@ -20,7 +20,8 @@ class GradientHooks:
         self._hooks: list[Any] = []
         self._search: Any = None
         self._early: dict[int, Known] = {}
-        """Parameters whose gradient arrived before their optimizer was known, in this order."""
+        """The gradients of these parameters arrived before their optimizer was known, in this
+        order."""
         self._ended = False
 
     def search(self, fenced: Callable[[Callable[..., None]], Callable[..., None]]) -> None:

@@ -43,7 +43,7 @@ class GradientPlace(IntEnum):
 
     NONE = 0
     THERE = 1
-    """Accumulated, not used yet."""
+    """It was accumulated and is not used yet."""
     STEPPED = 2
     """The step has used it; it is not zeroed yet."""
     TAKEN = 3
@@ -63,7 +63,7 @@ class Followed:
         self.owner = owner
         self.place = place
         self.version: int = parameter._version
-        """The version of the parameter when its gradient arrived or was taken."""
+        """The parameter had this version when its gradient arrived or was taken."""
 
     def arrives(self) -> None:
         """Its gradient was accumulated."""

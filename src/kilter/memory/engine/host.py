@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
 
 CLASSES = 8
-"""Size classes for each doubling of the size: a new block is at most an eighth too large."""
+"""Each doubling of the size has so many size classes: a new block is at most an eighth too
+large."""
 LARGER_BLOCK = 2
 """A block is used for a tensor of at least half its size. At the limit any larger block is used."""
 SPARE = 2
@@ -45,7 +46,7 @@ class HostPool:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._free: list[HostBlock] = []
-        """The one that has been free for the longest time first."""
+        """The block that has been free for the longest time comes first."""
         self.taken_bytes = 0
         """All blocks take this together."""
         self._used_bytes = 0
@@ -119,7 +120,7 @@ class HostArena:
         self._backend = backend
         self.memory: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
-        """Earlier memory in which tensors of an older graph may still lie."""
+        """Tensors of an older graph may still lie in this earlier memory."""
 
     @property
     def size_bytes(self) -> int:

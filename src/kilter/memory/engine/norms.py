@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 EPS = "kilter.eps"
-"""Key in a node's metadata: the epsilon of the norm that made it."""
+"""Under this key a node's metadata holds the epsilon of the norm that made it."""
 
 
 def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
@@ -51,7 +51,7 @@ class ProgramNorms:
     def __init__(self) -> None:
         self._by_weight: dict[int, weakref.ref[Any]] = {}
         self._hook: Any = None
-        """Behind modules, where there are layer norms without weights."""
+        """It runs behind modules, where there are layer norms without weights."""
 
     def find(self) -> None:
         """Look for norms that the program has made since the last call."""

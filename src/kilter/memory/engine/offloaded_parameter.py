@@ -131,7 +131,8 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
         self._replaced = Replacements()
         self._end_around: Callable[[], None] = lambda: None
         self._graphs: set[int] = set()
-        """Identities of graphs that were captured since all weights stay on the device."""
+        """It holds the identities of graphs that were captured since all weights stay on the
+        device."""
 
     def __enter__(self) -> AccessGuards:
         """`UsageError` if another engine has replaced `Parameter.data` already."""

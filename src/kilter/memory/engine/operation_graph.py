@@ -16,17 +16,17 @@ from kilter.memory.engine.modified import Modified
 Make: TypeAlias = Callable[[], torch.Tensor]
 Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], Make | None]
 Source = Any
-"""A function that gives a tensor which a recipe reads, or None for an affine parameter that a norm
-does not have."""
+"""This is a function that gives a tensor which a recipe reads, or None for an affine parameter that
+a norm does not have."""
 
 
 class Graph(Protocol):
     """What a builder may read. The tensors are fetched when the recipe is carried out."""
 
     output: int
-    """The number of the node's output that is wanted, when the builder begins."""
+    """The node's output with this number is wanted, when the builder begins."""
     made: torch.Tensor | None
-    """The tensor itself that is to be recomputed, if this node made it."""
+    """If this node made the tensor that is to be recomputed, this is that tensor itself."""
 
     def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
         """A tensor that a node saved, or this one of a list."""

@@ -31,27 +31,30 @@ from kilter.memory.plan.problem import Link
 from kilter.memory.plan.simulate import simulate
 
 SETTLED_STEPS = 2
-"""Optimizer steps before a pass counts as settled: the first creates gradients and state."""
+"""A pass counts as settled after so many optimizer steps: the first creates gradients and state."""
 SETTLED_PASSES = 6
 """It is the same for jobs without a `torch.optim` optimizer."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
-"""Passes under a new plan whose peak is measured, and for how long they wait for copies."""
+"""So many passes under a new plan are measured: their peak, and how long they wait for copies."""
 LISTEN_EVERY = 200
 """After so many passes without it, waiting is timed again."""
 MAX_SHIFTS = 2
-"""Plans in a row with earlier loads: if loads are still late then, the link is too slow."""
+"""In so many plans in a row loads may start earlier: if loads are still late then, the link is too
+slow."""
 MAX_ANSWERS = 8
-"""Plans of one kind that are made because its passes waited for copies."""
+"""At most so many plans of one kind are made because its passes waited for copies."""
 ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_EXCESSES = 4
-"""Plans of one kind that are replaced because their measured peak was above the budget."""
+"""At most so many plans of one kind are replaced because their measured peak was above the
+budget."""
 MAX_FAILED_CALLS = 2
-"""Passes of one kind in which a call ran otherwise than planned: then no calls are recomputed."""
+"""After so many passes of one kind in which a call ran otherwise than planned, no calls are
+recomputed."""
 MAX_KINDS = 32
-"""Kinds that are remembered; the oldest is forgotten, one without a plan first."""
+"""So many kinds are remembered; the oldest is forgotten, one without a plan first."""
 
 
 @dataclass(slots=True)
@@ -63,27 +66,27 @@ class PassKind:
     """Its recipes were tried against the real tensors."""
     trials: int = 0
     segments: tuple[SavedSegment, ...] = ()
-    """Calls of modules, or parts of them, that the plan may recompute at one time."""
+    """The plan may recompute each of these calls of modules, or parts of them, at one time."""
     kept: KeptCalls | None = None
     """The same for another run; None: there was nothing to choose from."""
     plan: Ready | None = None
     outdated: bool = False
     """Its plan was measured otherwise than predicted, and another one is to be made."""
     failed_calls: int = 0
-    """Passes that have departed from its plan in a call that was to be recomputed."""
+    """So many passes have departed from its plan in a call that was to be recomputed."""
     excesses: int = 0
-    """Plans that measured above the budget."""
+    """So many plans measured above the budget."""
     weighed: bool = False
     """Its levels were measured after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
     less_bytes: int = 0
-    """Taken off the budget because passes under a plan measured more than predicted."""
+    """So much was taken off the budget because passes under a plan measured more than predicted."""
     slow: tuple[float, float] = (1.0, 1.0)
     """How many times as long as by the link's table transfers take, out and back."""
     shifts: int = 0
-    """In a row: plans whose late loads start earlier than in the one before."""
+    """In so many plans in a row late loads start earlier than in the plan before."""
     answers: int = 0
-    """Plans made for what passes under the one before had waited for."""
+    """So many plans were made for what passes under the one before had waited for."""
 
     @property
     def saved_bytes(self) -> int:
@@ -125,11 +128,12 @@ class PassKinds:
         self._link = link
         self._planner = planner
         self.taken = 0.0
-        """Share of the link to the device that optimizer state takes."""
+        """Optimizer state takes this share of the link to the device."""
         self._min_bytes = min_bytes
         self._by_events: Kinds = {}
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
-        """Kinds that are watched anew, since their levels are others: what trials have found."""
+        """It has what trials have found of kinds that are watched anew, since their levels are
+        others."""
         self._alone_s = alone_s
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
@@ -137,15 +141,15 @@ class PassKinds:
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(backend)
         self.peaks_bytes: list[int] = []
-        """Measured peak of the first passes under each plan, in order of planning."""
+        """The first passes under each plan had these measured peaks, in order of planning."""
         self.unplanned_peak_bytes = 0
         """The largest peak of passes without a plan since the newest plan was made."""
         self.most_bytes = 0
         """The largest peak of all passes since the budget is in force."""
         self.waited_s: float | None = None
-        """For copies, in a pass under the plan that was timed last."""
+        """A pass under the plan waited so long for copies, when that was timed last."""
         self.hastened = 0
-        """Loads that start earlier than planned, since they were late."""
+        """So many loads start earlier than planned, since they were late."""
         self.refused: dict[Reason, None] = {}
         self.attention = Attention()
 

@@ -20,11 +20,11 @@ from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.memory.plan.problem import IdleInterval, Link, Problem, aligned
 
 FOREIGN = 0
-"""Event: something saved in another pass is used."""
+"""This event says that something saved in another pass is used."""
 
 
 COPIED_SHARE = 1 / 8
-"""Share of the bytes that are recomputed which may be copied of what is read for that."""
+"""What is read to recompute may be copied up to this share of the bytes that are recomputed."""
 
 
 def use_code(number: int) -> int:
@@ -44,17 +44,18 @@ class SavedTensor:
     name: str
     size_bytes: int
     packed_at: int
-    """Event of the first save."""
+    """It was saved for the first time at this event."""
     free_at: int | None = None
-    """First event at which only autograd held it; None: the program holds it all the time."""
+    """At this event only autograd held it for the first time; None: the program holds it all the
+    time."""
     needed_at: int | None = None
-    """Event of the first use in backward; None if backward does not need it."""
+    """Backward uses it at this event for the first time; None if backward does not need it."""
     recipe: str | None = None
     """How it could be recomputed (`gelu`, `cast`, ...)."""
     sources: tuple[int, ...] = ()
-    """Numbers of the tensors that the recipe reads."""
+    """The recipe reads the tensors with these numbers."""
     closed: tuple[int, ...] = ()
-    """Those of the sources that only autograd may hold when this one is evicted."""
+    """Only autograd may hold these of the sources when this one is evicted."""
     in_backward: bool = False
     """It may be evicted and recomputed inside backward only."""
     version: int = 0
@@ -62,7 +63,7 @@ class SavedTensor:
     recompute_s: float | None = None
     """Measured time of the recipe, once its result was found bitwise equal."""
     module: str = ""
-    """The path of the module in whose call it was saved, as `ModulePaths` has it."""
+    """It was saved in the call of the module with this path, as `ModulePaths` has it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,29 +76,31 @@ class SavedSegment:
     """It gives the module, for the engine alone."""
     first: int
     last: int
-    """First and last event inside."""
+    """`first` and `last` are the first and the last event inside."""
     members: frozenset[int]
-    """Numbers of the tensors that are made together."""
+    """The tensors with these numbers are made together."""
     sources: frozenset[int]
-    """Numbers of the tensors that are read for that."""
+    """The tensors with these numbers are read for that."""
     closed: frozenset[int]
-    """Those of them that only autograd may hold when the members are evicted."""
+    """Only autograd may hold these of them when the members are evicted."""
     operations: tuple[str, ...]
-    """Names of what has to run, in order."""
+    """Operations of these names have to run, in order."""
     held_bytes: int
-    """Bytes that it reads and that only this segment holds after the call."""
+    """It reads so many bytes that only this segment holds after the call."""
     extra_bytes: int
-    """Most memory that running it again takes, beside what it makes."""
+    """Running it again takes at most so much memory, beside what it makes."""
     recompute_s: float
-    """Measured; all that it makes was bitwise equal then."""
+    """This was measured; all that it makes was bitwise equal then."""
     reads: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    """By member that can be made without all the others, the tensors it is made from then."""
+    """For each member that can be made without all the others, it has the tensors that the member
+    is made from then."""
     copied: frozenset[int] = frozenset()
-    """Under a plan: those of the sources of which the call keeps a copy."""
+    """Under a plan the call keeps a copy of these of the sources."""
 
 
 HELD_EVENTS = 3
-"""After the end of a call; tensors that are held longer are no part of the segment."""
+"""Tensors that are held for more events than this after the end of a call are no part of the
+segment."""
 
 
 @dataclass(slots=True)
@@ -115,10 +118,10 @@ class PassRecord:
     data: tuple[SavedTensor, ...]
     operation_s: list[float]
     level_bytes: list[int]
-    """Peak during each operation with everything kept."""
+    """Each operation has this peak with everything kept."""
     passes: int = 1
     segments: tuple[SavedSegment, ...] = ()
-    """Calls of modules that were tried with success."""
+    """These calls of modules were tried with success."""
 
     @property
     def whole(self) -> bool:
@@ -434,8 +437,8 @@ class _Intervals:
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
         """The segment makes the tensor of this number."""
         self._read: set[int] = set()
-        """Tensors that a segment reads of its own call, but for casts of weights. Their recipes may
-        read what the segment makes."""
+        """A segment reads these tensors of its own call, but for casts of weights. Their recipes
+        may read what the segment makes."""
         self._index: dict[int, int] = {}
         """The tensor of this number has that interval."""
         self.intervals: list[IdleInterval] = []

@@ -39,7 +39,7 @@ class ReadyStep(NamedTuple):
     """One event of the pass."""
 
     expected: int | None
-    """The storage's size where something is saved, its `use_code` where it is used."""
+    """It is the storage's size where something is saved, and its `use_code` where it is used."""
     number: int = -1
     due: Due | None = None
     followed: bool = False
@@ -86,28 +86,28 @@ class Ready:
     value: MemoryPlan
     problem: Problem
     numbers: tuple[int, ...]
-    """The tensor behind each interval that was planned."""
+    """The tensor with this number is behind each interval that was planned."""
     events: tuple[int, ...]
     steps: list[ReadyStep]
-    """One for each event, and one after the last that matches no event."""
+    """There is one for each event, and one after the last that matches no event."""
     packed_steps: bytes
-    """What the compiled library needs of them."""
+    """The compiled library needs this of them."""
     places: dict[int, tuple[int, int]]
     """Each tensor, by number, has its offset and size in the arena."""
     beside_bytes: list[int]
     """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The host memory at these places; in the shape of the tensor once it is known."""
+    """It holds the host memory at these places, in the shape of the tensor once it is known."""
     segments: dict[int, SavedSegment] = field(default_factory=dict)
-    """By the first event inside, the calls of modules that are recomputed."""
+    """It holds the calls of modules that are recomputed, by the first event inside."""
     tuned: int = 0
-    """Passes whose peak was measured."""
+    """The peak of so many passes was measured."""
     peak_bytes: int = 0
     """It is the largest of them."""
     waits: list[Waits] = field(default_factory=list)
     """They are those of passes in which waiting for copies was timed."""
     quiet: int = 0
-    """Coming passes in which waiting is not timed."""
+    """Waiting is not timed in so many coming passes."""
 
     def settle_in(self, arena: torch.Tensor) -> None:
         """From here on tensors are offloaded to this arena."""

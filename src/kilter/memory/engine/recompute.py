@@ -34,12 +34,12 @@ from kilter.memory.engine.small_copies import SmallCopies
 from kilter.observe import torch_internals
 
 DEPTH = 5
-"""Longest chain of operations that are not saved in between."""
+"""A chain of operations that are not saved in between is at most so long."""
 VIEW_DEPTH = 1 / 4
-"""What a view counts in that chain: it costs next to nothing."""
+"""A view counts this much in that chain: it costs next to nothing."""
 HOLDERS = 3
-"""Of a tensor that only autograd and one source hold, when `_private` looks: our hook's tuple, the
-source, and the call that counts."""
+"""A tensor that only autograd and one source hold has so many holders when `_private` looks: our
+hook's tuple, the source, and the call that counts."""
 
 
 class Recomputable(Protocol):
@@ -107,11 +107,11 @@ class Recipe:
         self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.sources = tuple(reader.sources)
-        """Saved tensors that it reads."""
+        """It reads these saved tensors."""
         self.closed = tuple(reader.closed)
-        """Those of the sources that nobody else may be able to reach when the bytes are evicted."""
+        """Nobody else may be able to reach these of the sources when the bytes are evicted."""
         self.parameters = tuple(reader.parameters)
-        """Large parameters, which it reads where they are."""
+        """It reads these large parameters where they are."""
         self.in_backward = reader.in_backward
         """The bytes may be evicted inside backward only."""
         self.told = False
@@ -172,16 +172,17 @@ class Reader:
         self.epsilon = memory.epsilon
         self._depth = 0.0
         self.output = 0
-        """The number of the output that the builder that begins is to make."""
+        """The builder that begins is to make the output with this number."""
         self.made: torch.Tensor | None = None
         """It is that output itself, where it is the tensor that is read."""
         self.copies = SmallCopies()
         """They are of the small parameters that recipes read, valid for one pass."""
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
-        """By identity, parameters that operations read without saving them, their counters of
-        versions, and their versions at the beginning of the pass."""
+        """It holds, by identity, parameters that operations read without saving them, their
+        counters of versions, and their versions at the beginning of the pass."""
         self._in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
-        """By identity of a tensor, the sources of this pass that read it without a copy."""
+        """It holds, by identity of a tensor, the sources of this pass that read it without a
+        copy."""
         self._held: list[tuple[HeldSource, bool]] = []
         """What the present recipe reads beside saved tensors, and whether autograd saved it."""
         self.sources: list[Recomputable] = []

@@ -36,8 +36,8 @@ _FILL = frozenset(
 """They set all elements of the first argument, whatever those were."""
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS, _TRAINED = (3, 4), 5
-"""Arguments of theirs. Trained, they update the statistics of the run, which the schema does not
-say, and do not read them."""
+"""These are the places of arguments of theirs. Trained, they update the statistics of the run,
+which the schema does not say, and do not read them."""
 _MOVED = frozenset(
     {"set_", "resize_", "resize_as_", "_resize_output_", "record_stream", "_conj", "_neg_view"}
 )
@@ -107,7 +107,7 @@ class Rules(NamedTuple):
     """Nothing is recomputed by it."""
     random: bool
     writes: tuple[int, ...]
-    """Positions of the arguments that it writes to."""
+    """It writes to the arguments at these positions."""
     writes_named: tuple[str, ...]
     unordered: bool
     memory: bool
@@ -171,7 +171,7 @@ class Step(NamedTuple):
     makes: tuple[tuple[int, int], ...]
     """They are the places of results, with the storages that they brought."""
     generator: torch.Generator | None
-    """The one that it draws from."""
+    """The step draws from this generator."""
     state: torch.Tensor | None
     """The generator was in this state before."""
     refused: bool
@@ -216,8 +216,8 @@ class Given(NamedTuple):
     """A tensor from before the recording."""
 
     tensor: torch.Tensor
-    """The object itself. (Others that are made here, below autograd, would count versions of their
-    own.)"""
+    """This is the object itself. (Others that are made here, below autograd, would count versions
+    of their own.)"""
     version: int
 
 
@@ -251,7 +251,8 @@ class CallRecorder(ABC):
         self.kept: list[tuple[torch.Tensor, int, Any]] = []
         """What autograd has been given for the tensors that it keeps as they are."""
         self._left: dict[int, int] = {}
-        """By its number in the pass, the storage of a tensor that was evicted meanwhile."""
+        """It has the storage of each tensor that was evicted meanwhile, by the tensor's number in
+        the pass."""
 
     @property
     @abstractmethod
@@ -324,7 +325,7 @@ class OperationRecorder(CallRecorder):
         self._references: list[StorageReference] = []
         self._versions: list[int] = []
         self._blank: set[int] = set()
-        """Storages that were not set since they were made."""
+        """These storages were not set since they were made."""
         self._reads: set[int] = set()
         """The step that is being noted reads these."""
 

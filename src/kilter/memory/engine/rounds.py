@@ -39,12 +39,12 @@ class Rounds:
         self._backend = backend
         self._stream = stream
         self.link = link
-        """The link less what activations take of it."""
+        """What activations take of the link is left out of it."""
         self._access = gradients
         self._before_update = before_update
         self._changed = changed
         self.late = 0
-        """Visits that found their state offloaded and had to fetch it."""
+        """So many visits found their state offloaded and had to fetch it."""
 
     def begin(self, governed: GovernedOptimizer) -> None:
         governed.round.open = True

@@ -19,8 +19,8 @@ Around = Callable[[], AbstractContextManager[None]]
 
 _around: list[Around] = []
 _replaced: list[tuple[Any, Any]] = []
-"""Our function and the one that it replaces, while ours may be called: it stays in place where
-somebody has replaced it in turn."""
+"""It holds our function and the one that it replaces, while ours may be called: ours stays in place
+where somebody has replaced it in turn."""
 
 
 def is_ours(hook: Any) -> bool:

@@ -51,7 +51,7 @@ class _Running(NamedTuple):
     kept: int
     """How many tensors autograd had kept as they are before."""
     arguments: list[recording.Given]
-    """The tensors that the module was called with."""
+    """The module was called with these tensors."""
 
 
 class ModuleCall:
@@ -78,17 +78,17 @@ class ModuleCall:
         )
         self.module = module
         self.first = first
-        """Event of the pass that is the first one inside."""
+        """This event of the pass is the first one inside."""
         self.last = -1
         self.expected: Any = None
         """Its observer expects this of it."""
         self.reads: dict[int, frozenset[int]] = {}
-        """By number of each tensor in the pass, the saved tensors that it is made from where all
-        others are there."""
+        """By number of each tensor in the pass, it has the saved tensors that the tensor is made
+        from where all others are there."""
         self.inputs: list[View] = []
         """What it reads of the engine's tensors."""
         self.held: list[HeldSource] = []
-        """Tensors that it reads, and that nobody else may hold when its own are evicted."""
+        """It reads these tensors, and nobody else may hold them when its own are evicted."""
         self.parameters: list[HeldSource] = []
         """What it reads in place, since autograd saved it as well."""
         self._sources: dict[int, Source] = {}
@@ -96,8 +96,8 @@ class ModuleCall:
         self._rerun: recording.Rerun | None = None
         self._made_bytes = 0
         self.members: list[weakref.ref[Saved]] = []
-        """The tensors that are made together. Under a plan the engine adds them as they are saved,
-        and the call is their recipe."""
+        """These tensors are made together. Under a plan the engine adds them as they are saved, and
+        the call is their recipe."""
         self.told = False
         """Whoever may change what it reads has its tensors recomputed before."""
 
@@ -311,7 +311,7 @@ class ModuleCall:
 
 
 _NOBODY: Any = type("Nobody", (), {})()
-"""In the place of the program's own tensor where a segment reads a saved one."""
+"""It stands in the place of the program's own tensor where a segment reads a saved one."""
 
 
 def _is_evicted(saved: Saved) -> bool:
@@ -344,14 +344,14 @@ class ModuleCalls:
         self._end = end
         self._thread = 0
         self.present: ModuleCall | None = None
-        """Under a plan: the call that is running and is recomputed. None of those in it is."""
+        """Under a plan this call is running and is recomputed. None of those in it is."""
         self._nested = False
         """Calls within calls are of interest."""
         self._wanted: frozenset[int] | None = None
-        """By identity the modules of which a call may be of interest; None: all."""
+        """It holds, by identity, the modules of which a call may be of interest; None: all."""
         self._plain: Any = None
         self._ours: Any = None
-        """In the place of `Module.__call__`; None: nothing is."""
+        """It stands in the place of `Module.__call__`; None: nothing does."""
         self._copies: dict[tuple[Any, ...], tuple[HeldSource, object]] = {}
 
         self._holders: weakref.WeakValueDictionary[tuple[Any, ...], HeldSource] = (

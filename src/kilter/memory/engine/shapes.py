@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _DROPOUT_OF_HEADS = 10
-"""The place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
+"""Among the arguments of `multi_head_attention_forward`, `dropout_p` has this place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class Shapes:
     step_bytes: int
     """It is the peak in the optimizer's step."""
     record: PassRecord
-    """Forward and backward with everything kept."""
+    """It holds forward and backward with everything kept."""
     used_up: PassRecord
     """It is forward and backward with gradients consumed as they arrive."""
     bucket_state_bytes: int
-    """The least optimizer state that is on the device at any time if the state is streamed."""
+    """At least so much optimizer state is on the device at any time if the state is streamed."""
 
 
 class _Memory:

@@ -33,8 +33,8 @@ class SmallCopies:
 
     def __init__(self) -> None:
         self._wanted: dict[int, tuple[Parameter, int]] = {}
-        """By identity, and how many passes ago it was read. An alias in the parameter's place would
-        count as a holder of its storage."""
+        """It holds each parameter by identity, and how many passes ago it was read. An alias in the
+        parameter's place would count as a holder of its storage."""
         self._copies: dict[int, _Copy] = {}
         self._stream: Any = None
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 WATCHED_STEPS = 3
-"""Optimizer steps that a loop is watched for."""
+"""A loop is watched for so many optimizer steps."""
 KEPT = {
     "auto": messages.LATER_ITERATIONS,
     "consume": None,
@@ -62,16 +62,16 @@ class StateReport:
     consuming: bool
     """Gradients of at least one optimizer are consumed in backward."""
     watching: bool
-    """For at least one optimizer that is not decided yet."""
+    """Whether that is so is not decided yet for at least one optimizer."""
     visits: int
     """So many buckets are updated in backward."""
     late: int
-    """Visits that found their state offloaded and had to fetch it."""
+    """So many visits found their state offloaded and had to fetch it."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
     gradient_bytes: int
-    """The most that gradients take now; without consuming, all of them."""
+    """Gradients take at most this now; without consuming, it is all of them."""
     state_bytes: int
     """So much state is on the device between visits."""
     offloaded_bytes: int
@@ -86,7 +86,7 @@ class Visits(NamedTuple):
 
     buckets: tuple[Bucket, ...]
     at: tuple[int, ...]
-    """Operations of the pass in which their last gradients arrive."""
+    """Their last gradients arrive in these operations of the pass."""
     plan: StatePlan | None
     """They stream by it now."""
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 RESIDENT, PREFETCHING, EVICTED = range(3)
 OUTPUT = "kilter.output"
-"""Key in a node's metadata: its output, if an operation saved it."""
+"""Under this key a node's metadata holds its output, if an operation saved it."""
 
 
 class Pass:
@@ -79,24 +79,24 @@ class Saved:
         self.key = key
         self.alias: torch.Tensor | None
         self.alias, self.version, self.plain = held
-        """`plain`: `alias` is the whole storage, in a layout that copies keep. Otherwise `alias`
+        """If `plain`, `alias` is the whole storage, in a layout that copies keep. Otherwise `alias`
         may be a part, and flat bytes are copied back."""
         self.touched = False
         """The program has read the `.data` of this storage and may have written to it without
         a trace, so the tensor is not recomputed: only a copy of the bytes is right."""
         self.cast = False
-        """Autograd's cast of a parameter, which autocast holds as well."""
+        """It is autograd's cast of a parameter, which autocast holds as well."""
         self.handed_out = False
         """Backward has been given this tensor. It stays: who holds it since is not known."""
         self.state = RESIDENT
         self.host: torch.Tensor | None = None
         self.pooled: HostBlock | None = None
-        """Host memory that is given back when the tensor is gone."""
+        """This host memory is given back when the tensor is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.recipe: Recipe | ModuleCall | None = None
         self.calls: list[ModuleCall] | None = None
-        """Calls of modules that saved this tensor, in a pass in which segments are tried."""
+        """These calls of modules saved this tensor, in a pass in which segments are tried."""
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
@@ -140,7 +140,7 @@ class View(NamedTuple):
     itself: Itself
     dtype: torch.dtype
     size: torch.Size | None
-    """None: size, stride and offset are those of `saved.alias`."""
+    """If it is None, size, stride and offset are those of `saved.alias`."""
     stride: tuple[int, ...] = ()
     offset: int = 0
 
@@ -150,7 +150,7 @@ class View(NamedTuple):
 
 
 LEAF: Any = type("Leaf", (), {})()
-"""In the place of `Itself` where the tensor itself is held."""
+"""It stands in the place of `Itself` where the tensor itself is held."""
 
 
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Itself]:
@@ -242,21 +242,23 @@ class Store:
         self._over = over
         self._guard = guard
         self._stranded: list[torch.Tensor | None] = []
-        """Memory that a copy may still use, after an error in waiting for that copy."""
+        """A copy may still use this memory, after an error in waiting for that copy."""
         self.compiled: Any = None
-        """The compiled library. Some functions here and in `TensorHooks` ask it first: it says the
-        same sooner, or None where it leaves a tensor to Python."""
+        """It is the compiled library. Some functions here and in `TensorHooks` ask it first: it
+        says the same sooner, or None where it leaves a tensor to Python."""
         self.unpack_hook: Any = None
-        """The engine's own hook: tensors packed by other hooks have another one."""
+        """This hook is the engine's own: tensors packed by other hooks have another one."""
         self.within = weakref.ref(Pass())
-        """The present pass, while anything is left of it."""
+        """It refers to the present pass, while anything is left of it."""
         self._one = _users_of_a_lone_tensor()
         self._resident: dict[int, weakref.ref[Saved]] = {}
-        """By address of the storage. Each holds its storage, so no address is ever reused."""
+        """They are found by address of the storage. Each holds its storage, so no address is ever
+        reused."""
         self._dependents: dict[int, list[Callable[[], Saved | None]]] = {}
-        """By identity of a parameter or a saved storage, what is recomputed from it and evicted."""
+        """It has, by identity of a parameter or a saved storage, what is recomputed from it and
+        evicted."""
         self._touched: dict[int, StorageReference] = {}
-        """By storage, the tensors whose `.data` the program has read in this pass."""
+        """It has, by storage, the tensors whose `.data` the program has read in this pass."""
         self.alive = 0
         """How many saved storages autograd may still ask for."""
         self.evicted = 0
@@ -265,14 +267,14 @@ class Store:
         self.evicted_bytes = 0
         self.held_bytes = 0
         self.beside_bytes = 0
-        """Held as well, by saved tensors that the engine does not follow."""
+        """Saved tensors that the engine does not follow hold this as well."""
         self.held_peak_bytes = 0
         self.segment_peak_bytes = 0
         self.waits: Waits | None = None
         """Times the waits for copies; None in passes in which they are not timed."""
         self.norms = ProgramNorms()
         self.pool = HostPool(backend)
-        """Host memory for tensors that are offloaded without a plan."""
+        """It gives host memory for tensors that are offloaded without a plan."""
         self.out_bytes = 0
         self.in_bytes = 0
         self.recomputed = 0

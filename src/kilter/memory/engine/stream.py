@@ -41,17 +41,17 @@ class StateTensor:
 
     parameter: torch.nn.Parameter
     key: str
-    """The optimizer's name for the tensor."""
+    """The optimizer has this name for the tensor."""
     value: Any
     """What the optimizer holds: the tensor, or the sharded one (`DTensor`) that it is a part of."""
     tensor: torch.Tensor
     address: int
-    """The address at which its bytes were put last. The program may give it other bytes."""
+    """Its bytes were last put at this address. The program may give it other bytes."""
     version: int = -1
     """When the last copy of it was started."""
     on_host: torch.Tensor | None = None
     in_flat: torch.Tensor | None = None
-    """Tensors of the same shape on either side, whose bytes become its own."""
+    """Both are tensors of the same shape, one on either side, whose bytes become its own."""
 
     @property
     def ours(self) -> bool:
@@ -72,7 +72,7 @@ class StateBucket:
         self.awaited = len(members)
         """So many of them have a gradient in an ordinary iteration."""
         self.missing = self.awaited
-        """Gradients of this backward that have not arrived yet."""
+        """So many gradients of this backward have not arrived yet."""
         self.gradient_bytes = sum(size_of(p) for p in members)
         self.sharded = any(local_of(p) is not p for p in members)
         self.streamed = False
@@ -81,7 +81,7 @@ class StateBucket:
         """The state that can be offloaded takes this."""
         self.parts: list[StateTensor] = []
         self.without: list[torch.nn.Parameter] = []
-        """Members that have no state yet."""
+        """These members have no state yet."""
         self.flat: torch.Tensor | None = None
         """Device memory for the whole bucket, once it was prefetched for the first time."""
         self.host: torch.Tensor | None = None
@@ -99,7 +99,7 @@ class Stream:
         self._min_bytes = min_bytes
         self._alone = holders(torch.empty(1, device=backend.device))
         self.held_bytes = 0
-        """State on the device, of buckets that were adopted."""
+        """State of buckets that were adopted takes so much on the device."""
         self.host_bytes = 0
         self.out_bytes = 0
         self.in_bytes = 0

@@ -59,7 +59,7 @@ class TensorHooks:
     ) -> None:
         self._store = store
         self._quiet: Any = None
-        """The compiled `Position`, which sees to quiet events; None: there is none."""
+        """The compiled `Position` sees to quiet events; None: there is none."""
         self._device = device
         self._min_bytes = min_bytes
         self._save = save
@@ -68,8 +68,8 @@ class TensorHooks:
         self._save_large = save if fence is None else self._save_fenced
         self._use_large = use if fence is None else self._use_fenced
         self.tangents: dict[int, int] = {}
-        """By storage, the bytes of tangents of saved tensors. Autograd keeps them beside what hooks
-        give for a tensor, and asks no hook."""
+        """It counts, by storage, the bytes of tangents of saved tensors. Autograd keeps them beside
+        what hooks give for a tensor, and asks no hook."""
         self._hooks: Any = None
         self._thread: threading.Thread | None = None
 

@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 1e-3
-"""Pause of the device at each event of a pass that is watched. Such a pass is issued slowly;
+"""The device pauses so long at each event of a pass that is watched. Such a pass is issued slowly;
 without the pauses the device would wait elsewhere, and that would count as time of operations."""
 TRIAL_PAUSE_S = 4e-4
 """It is the same in a trial, and before each recomputing."""
 WATCH_REPEATS = 3
 """How often a tensor is recomputed in a trial; the shortest time counts."""
 IN_VAIN = 16
-"""Passes that are watched in vain before watching becomes rare. A pass is watched in vain if it is
-unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for one.
-"""
+"""So many passes are watched in vain before watching becomes rare. A pass is watched in vain if it
+is unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for
+one."""
 SELDOM, RARELY = 8, 64
 """One in `SELDOM` of the passes without a plan is watched then; after `IN_VAIN` more passes that
 were watched in vain, one in `RARELY`."""
 
 
 DEVIATION_PATIENCE = 2
-"""Passes that may depart from every plan before some are watched again. A pass that keeps to its
+"""So many passes may depart from every plan before some are watched again. A pass that keeps to its
 plan makes up for half of one that did not."""
 MOST_ORDERS = 256
 """What came before passes; where shapes keep changing there is no end to it."""
 TRUSTED = 4
-"""Passes after which a plan is known to fit: it may fail as often before another one is tried."""
+"""After so many passes a plan is known to fit: it may fail as often before another one is tried."""
 LOOK = 4
 """How many passes are watched then, so that kinds that alternate are all watched."""
 
@@ -94,7 +94,7 @@ class Deviations:
     def __init__(self) -> None:
         self._misses = 0.0
         self.to_watch = 0
-        """Passes still to be watched though there is a plan."""
+        """So many passes are still to be watched though there is a plan."""
 
     def forget(self) -> None:
         """There are other plans from here on."""
@@ -116,8 +116,8 @@ class PassOrder:
         self._last: tuple[int, int] = (0, 0)
         """How the last passes went."""
         self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
-        """By what came before, how often passes lately kept to the plan for these events; less than
-        0: never."""
+        """It says, by what came before, how often passes lately kept to the plan for these events;
+        less than 0: never."""
 
     def plan(self, plans: Sequence[Ready]) -> Ready | None:
         """The one to begin with; None where each has failed."""
@@ -169,19 +169,19 @@ class Watch:
         self.trial = trial
         self.after_step = after_step
         self.expected_bytes = expected_bytes
-        """In a trial: passes of this kind save so much."""
+        """In a trial, passes of this kind save so much."""
         self._saved: list[weakref.ref[Saved]] = []
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""
         self.peak_bytes = 0
-        """The most in use so far, where that is measured."""
+        """At most this was in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
         self._begin: CopyEvent = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
         self._read: dict[int, torch.UntypedStorage] = {}
-        """By identity, storages of large parameters that recipes read."""
+        """It holds, by identity, storages of large parameters that recipes read."""
         self._emptied: set[int] = set()
-        """Those of them that are emptied and filled again, as sharding does with weights."""
+        """These of them are emptied and filled again, as sharding does with weights."""
 
     @property
     def saved(self) -> int:

@@ -12,7 +12,7 @@ from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
 
 TIMED_PASSES = 4
-"""Passes under a plan whose times are taken as well, before it is made anew with them."""
+"""So many passes under a plan are timed as well, before it is made anew with their times."""
 
 Tick = tuple[str, int, int]
 """What happened (a module ran or a gradient arrived), the identity of the module or parameter, and
@@ -24,10 +24,10 @@ class WeightPass:
 
     def __init__(self) -> None:
         self.number = 0
-        """Passes so far; 0: none has begun."""
+        """So many passes have begun so far; 0: none."""
         self.ticks: list[Tick] = []
         self.marks: list[CopyEvent] = []
-        """The moments of the ticks, while they are timed."""
+        """These are the moments of the ticks, while they are timed."""
         self.turn: int | None = None
         """It is its first tick of backward."""
         self.timed = True

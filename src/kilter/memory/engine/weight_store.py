@@ -44,9 +44,9 @@ class MovedWeight:
         self.on_host: torch.Tensor | None = None
         """It is the host memory as a tensor of the device, in the parameter's shape."""
         self.incoming: torch.Tensor | None = None
-        """Device memory that the weight is copied back to."""
+        """The weight is copied back to this device memory."""
         self.version = -1
-        """The parameter's version when it was copied to the host; -1: there is no copy."""
+        """The parameter had this version when it was copied to the host; -1: there is no copy."""
         self.lent = False
         """The program has read `.data` since the copy, or holds the bytes by another tensor."""
         self.departure: CopyEvent = None
@@ -56,12 +56,12 @@ class MovedWeight:
         self.published = False
         """The weight was copied since it was updated in backward."""
         self.marker = key
-        """Identity of the parameter whose gradient shows when backward needs the weight."""
+        """The gradient of the parameter with this identity shows when backward needs the weight."""
         self.updated_at: int | None = None
         self.needed_at: int | None = None
-        """The tick at which the weight was needed, where that was before its gradient."""
+        """The weight was needed at this tick, where that was before its gradient."""
         self.asked_in = -2
-        """The last pass in which forward needed the weight after it was offloaded."""
+        """This is the last pass in which forward needed the weight after it was offloaded."""
         self.stays = False
 
 
@@ -85,19 +85,20 @@ class WeightStore:
         self._plain = torch.nn.Parameter
         self._offloaded_class = offloaded_class(self.fetch)
         self.stream: Any = None
-        """The stream on which the program's modules issue their work."""
+        """The program's modules issue their work on this stream."""
         self.weights: dict[int, MovedWeight] = {}
         """Each is known by the identity of its parameter."""
         self.offloaded = 0
-        """Parameters that are `OffloadedParameter`."""
+        """These parameters are `OffloadedParameter`."""
         self.offloaded_bytes = self.most_offloaded_bytes = 0
         self.stayed = 0
-        """Times that a weight could not be offloaded because something else held its bytes."""
+        """A weight could not be offloaded so many times because something else held its bytes."""
         self.out_bytes = self.in_bytes = self.host_bytes = 0
         self.moved = False
         """Some weight no longer has the address that it began with."""
         self._left: list[tuple[Any, Any]] = []
-        """Sums over the weights that were offloaded in this pass, and over their copies."""
+        """It holds sums over the weights that were offloaded in this pass, and over their
+        copies."""
         self._falsified = False
         self._flag: Any = None
         self._flag_host: torch.Tensor | None = None

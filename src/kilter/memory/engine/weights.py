@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 WATCHED_PASSES = 2
-"""Passes of one kind that are watched before weights are offloaded."""
+"""So many passes of one kind are watched before weights are offloaded."""
 FALSIFIED = "weights were written to past the framework, by their address"
 FAST_MODULES = (
     torch.nn.TransformerEncoder,
     torch.nn.TransformerEncoderLayer,
     torch.nn.MultiheadAttention,
 )
-"""Modules that may compute in C++ with the weights of the modules below them, which do not run."""
+"""These modules may compute in C++ with the weights of the modules below them, which do not run."""
 ALL = 2**62
-"""Bytes: every weight that can be offloaded."""
+"""With so many bytes, every weight that can be offloaded is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class WeightReport:
     weights: int
     """How many are offloaded under the present plan."""
     offloaded_bytes: int
-    """Offloaded at the end of forward, by the present plan."""
+    """So much is offloaded at the end of forward, by the present plan."""
     most_offloaded_bytes: int
-    """The most that was ever offloaded at one time."""
+    """At most this was ever offloaded at one time."""
     late: int
-    """Times that a weight was needed while it was offloaded and not being prefetched."""
+    """A weight was needed so many times while it was offloaded and not being prefetched."""
     stayed: int
-    """Times that a weight could not be offloaded because something else held its bytes."""
+    """A weight could not be offloaded so many times because something else held its bytes."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -116,10 +116,10 @@ class ModuleWeights:
         self._min_bytes = min_bytes
         self._arrived = arrived
         self._known: dict[int, weakref.ref[Any]] = {}
-        """Parameters that were seen."""
+        """These parameters were seen."""
         self._handles: list[Any] = []
         self.used_by: dict[int, list[MovedWeight]] = {}
-        """By module, its weights that may be offloaded."""
+        """It has, by module, its weights that may be offloaded."""
 
     def of_module(self, module: Any) -> list[MovedWeight]:
         """The weights of this module, found when it first runs."""
@@ -210,7 +210,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._iteration_ended = True
         """An optimizer has stepped, and no module has run since."""
         self._updated: list[MovedWeight] = []
-        """Weights that were updated in backward and not copied yet."""
+        """These weights were updated in backward and not copied yet."""
         self._repeated = RepeatedPass()
         self._anew = False
         """After the next step a plan is made."""

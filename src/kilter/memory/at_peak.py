@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kilter.memory.engine.pass_record import PassRecord
 
 MOST_MODULES = 3
-"""Named, the largest first."""
+"""At most so many modules are named, the largest first."""
 
 
 def at_peak(record: PassRecord) -> str:

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from kilter.memory.plan.problem import Link
 
 UNLIMITED = 2**60
-"""More bytes than any device has."""
+"""No device has so many bytes."""
 SEEN_PASSES = 2
-"""Passes of one kind after which its peak is known: the first creates gradients and state."""
+"""After so many passes of one kind its peak is known: the first creates gradients and state."""
 UNTRIED = 6
-"""Iteration ends after which a share is taken even if recipes were not tried yet."""
+"""A share is taken after so many iteration ends, even if recipes were not tried yet."""
 PLAIN = 4
-"""Iterations without the engine that are timed, where the budget is a share of the plain peak."""
+"""So many iterations are timed without the engine, where the budget is a share of the plain
+peak."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 LEAST_ROOM = 1.003
-"""Times the least possible peak: a plan leaves 1/512 of its budget to rounded allocations."""
+"""A budget is at least so many times the least possible peak: a plan leaves 1/512 of its budget to
+rounded allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class JobBudget:
         self._plain = plain
         self._dry_run = dry_run
         self._share_of_bytes: int | None = None
-        """The plain peak that the budget is a share of."""
+        """The budget is a share of this plain peak."""
         self._untried = 0
         self._least_asked = False
         """Passes are planned for the least peak, since no plan keeps the budget."""

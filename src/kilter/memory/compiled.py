@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OF_REGIONS = ("input ", "CompiledFunction")
 """How the names of tensors begin that a compiled region has made: it is one node to autograd."""
 SEEN_PASSES = 2
-"""Under one fraction, after the pass in which the regions were compiled."""
+"""So many passes are seen under one fraction, after the pass in which the regions were compiled."""
 
 
 class CompiledRegions:
@@ -66,7 +66,7 @@ class CompiledRegions:
         self._last_s: float | None = None
         """When the last iteration ended."""
         self._usual_s = 0.0
-        """The last iteration without compiling."""
+        """The last iteration without compiling took this."""
         self._compile_s: list[float] = []
 
     @property

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
 
 GIVE_UP = 60
-"""Iteration end after which clocks no longer wait for a memory plan."""
+"""After this iteration end clocks no longer wait for a memory plan."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """What the framework's allocator is configured by. Where the program says nothing, segments may
 grow: tensors of many sizes, allocated and freed, would leave fragments in fixed segments."""
 GROWING = "expandable_segments:True"
 LINK_BYTES = 64 * MIB
-"""Buffers that the link is measured with."""
+"""The link is measured with buffers of this size."""
 
 
 class MemoryController:
@@ -71,7 +71,7 @@ class MemoryController:
         self._times = IterationTimes()
         self._log = PlanLog(run)
         self._job: GovernedJob | None = None
-        """None: no large tensor was saved so far."""
+        """It is None as long as no large tensor was saved."""
 
     def begin(self) -> None:
         """Begin as soon as the program has imported torch."""

@@ -72,7 +72,8 @@ class divided:  # noqa: N801
         self._backward = backward
         self._allow_batch_norm = allow_batch_norm
         self._surges: dict[int, int] = {}
-        """By size of a piece, the most that it had on the device on top of what was there."""
+        """It holds, by size of a piece, the most that the piece had on the device on top of what
+        was there."""
         self._grows_bytes = 0
         """What a call leaves behind that was not there before: gradients."""
         self._sizes: tuple[int, ...] = ()

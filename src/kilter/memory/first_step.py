@@ -8,8 +8,8 @@ from typing import Any
 from kilter.observe import optimizer_steps
 
 FULL = 0.75
-"""Share of the level above which tensors are offloaded: what weights and state may take in the
-second iteration. Casts of weights, and tensors that are being offloaded, need the rest."""
+"""Weights and state may take this share of the level in the second iteration; above it, tensors are
+offloaded. Casts of weights, and tensors that are being offloaded, need the rest."""
 
 
 class FirstStep:

@@ -37,9 +37,9 @@ class FirstTensor:
         self._ended = False
         self._end_around: Callable[[], None] = lambda: None
         self.torch: Any = None
-        """None: the program has not imported it."""
+        """It is None as long as the program has not imported it."""
         self.device_type: str | None = None
-        """Type of the device whose tensors are governed: `cuda` or `cpu`; None: not known yet."""
+        """Tensors of a device of this type are governed: `cuda` or `cpu`; None: not known yet."""
 
     def begin(self) -> None:
         """Begin as soon as the program has imported torch."""

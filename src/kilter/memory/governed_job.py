@@ -38,14 +38,15 @@ if TYPE_CHECKING:
     from kilter.memory.plan.problem import Link, Problem
 
 SETTLED = 3
-"""Iterations under a plan after which the job counts as settled; the peak is measured in them."""
+"""After so many iterations under a plan the job counts as settled; the peak is measured in them."""
 NO_PLAN_AFTER = 40
-"""Passes after which a job without a plan is told why."""
+"""After so many passes a job without a plan is told why."""
 TELL_EVERY_S = 5.0
 """How old the report of a killed run may be."""
 MOST_BOUND = 3000
 BOUND_S = 5.0
-"""Operations up to which the bound is computed, and for how long, at the end of the script."""
+"""At the end of the script the bound is computed for at most so many operations, and for so
+long."""
 BOUND_ROUNDING = 1e-6
 """A bound may exceed the time that it bounds by this fraction: both are rounded."""
 
@@ -118,7 +119,7 @@ class GovernedJob:
         self._building: RecorderBuild | None = None
         """It builds the recorder for calls, once that is wanted."""
         self._policy: StateAndWeightPolicy | None = None
-        """None: gradients, state and weights stay."""
+        """It is None where gradients, state and weights stay."""
         self._stopped = False
         self._pace = Pace(TELL_EVERY_S)
         self._plain_seen = False
@@ -128,9 +129,9 @@ class GovernedJob:
         self._said = False
         """Whether there is a plan, to the user."""
         self._largest_bytes = 0
-        """Peak with everything kept of the largest pass so far."""
+        """The largest pass so far had this peak with everything kept."""
         self._at_peak = ""
-        """What that held at its peak."""
+        """That pass held this at its peak."""
 
     # Begin and end
 

@@ -15,10 +15,10 @@ class IterationTimes:
 
     def __init__(self) -> None:
         self.index = -1
-        """The last iteration end."""
+        """The last iteration end has this number."""
         self._was_planned = False
         self._durations_s: dict[int, deque[float]] = {}
-        """By iteration end, where the duration of the iteration that it ends belongs."""
+        """It says, by iteration end, where the duration of the iteration that it ends belongs."""
         self.plain_s: deque[float] = deque(maxlen=64)
         """Iterations with everything kept, and without the engine, took these."""
         self.planned_s: deque[float] = deque(maxlen=512)

@@ -34,11 +34,11 @@ FLAGS = {
     "diffusers": "gradient_checkpointing",
     "timm": "grad_checkpointing",
 }
-"""By library, the attribute of its modules that has their blocks checkpointed."""
+"""It names, by library, the attribute of its modules that has their blocks checkpointed."""
 VOUCHED = {*FLAGS, "torch", "peft"}
 """Modules of these may run again: their authors say so."""
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Where transformers and diffusers look for the function that checkpoints a block."""
+"""Here transformers and diffusers look for the function that checkpoints a block."""
 CLAIMS = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 """What their models say of themselves."""
 CACHES = (
@@ -49,7 +49,7 @@ CACHES = (
     "past_key_value",
     "past_key_values",
 )
-"""Arguments of their modules that keep a cache."""
+"""These arguments of their modules keep a cache."""
 KEEPS_CACHE = (
     "its own checkpointing is not tried, since the model keeps a cache in training: if nothing "
     "reads that, config.use_cache = False allows it"
@@ -67,8 +67,8 @@ class OwnCheckpointing:
         self._hooks: list[Any] = []
         """They see which modules are called; empty: nobody looks."""
         self._called: dict[int, tuple[weakref.ref[Module], list[int]]] = {}
-        """The modules called in the iteration looked at, each with the versions that its buffers
-        had before. By identity: a program's modules may compare as they like."""
+        """It holds the modules called in the iteration looked at, each with the versions that its
+        buffers had before. It goes by identity: a program's modules may compare as they like."""
         self._models: list[weakref.ref[Module]] = []
         """They are modules of the libraries among them."""
         self._keeps_cache = False
@@ -77,7 +77,7 @@ class OwnCheckpointing:
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
         """Each attribute that is set stands here with its value and what stood in its place."""
         self._again: list[Any] = []
-        """Hooks by which sharded modules run again as they ran before."""
+        """By these hooks sharded modules run again as they ran before."""
 
     def look(self) -> bool:
         """See which modules are called in the iteration that begins. `False` if that has been

@@ -28,7 +28,7 @@ class PlanLog:
         self._latest: tuple[MemoryPlan, ...] = ()
         """They were in force when it was last asked."""
         self._plans: list[MemoryPlan] = []
-        """All that were ever in force, in this order."""
+        """All plans that were ever in force are in it, in this order."""
         self._schedules: deque[PlannedPass] = deque(maxlen=1)
         """Another thread than the one that plans writes them."""
 

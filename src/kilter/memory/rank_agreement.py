@@ -32,7 +32,7 @@ LEAD_S = 0.5
 """How far ahead the first named iteration end lies: our threads look ten times a second, and five
 messages follow each other. Twice as far after each no."""
 ROUNDS = 6
-"""Noes after which the ranks stay as they are: the last was given 16 seconds."""
+"""After so many noes the ranks stay as they are: the last was given 16 seconds."""
 YES, NO = b"yes", b"no"
 _sessions = itertools.count()
 
@@ -77,9 +77,10 @@ class _Round:
         """This rank has."""
         self.notes: list[TurnNote] = []
         self.readers = 0
-        """On rank 0: what the first ranks have said, and how many of them have read the answer."""
+        """On rank 0, `notes` holds what the first ranks have said, and so many of them have read
+        the answer."""
         self.answer: tuple[int, TurnNote] | None = None
-        """The iteration end at which all ranks change, and what they say together."""
+        """It holds the iteration end at which all ranks change, and what they say together."""
         self.settled: bytes | None = None
 
 

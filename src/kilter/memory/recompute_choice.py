@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from kilter.memory.engine.engine import Swapper
 
 MEASURED = 10
-"""Iterations of a turn, whose median counts."""
+"""A turn has so many iterations, whose median counts."""
 TURNS = 3
 """The model's own checkpointing has at most so many."""
 PATIENCE = 64
-"""Iterations in which a way has to be tried, planned and measured."""
+"""A way has to be tried, planned and measured within so many iterations."""
 HOST_EACH_S = 1e-4
-"""Of a GPU's host for a tensor that is recomputed alone, or offloaded, where this job has not
-measured it (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
+"""A GPU's host takes so long for a tensor that is recomputed alone, or offloaded, where this job
+has not measured it (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 MOST_TENSORS = 4000
 """In a pass of more saved tensors calls are not tried: their plans would take minutes, in which the
 program waits (2,000 layers on a busy CPU: about two)."""
@@ -86,9 +86,10 @@ class RecomputeChoice:
         self._other: RecomputeWay | None = None
         """What is compared with it, once the job was looked at."""
         self._models = ""
-        """The models that have checkpointing of their own."""
+        """These models have checkpointing of their own."""
         self._turns_s: list[float] = []
-        """Seconds of an iteration in each turn of the two; the first is that of `_base`."""
+        """An iteration takes so many seconds in each turn of the two; the first is that of
+        `_base`."""
         self._measured_s: dict[RecomputeWay, float] = {}
         """What came of that."""
         self._aside: dict[RecomputeWay, Any] = {}

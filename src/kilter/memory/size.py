@@ -43,9 +43,9 @@ class Fit:
     """What has to move, in words; empty if nothing does."""
     fits: bool
     plan: MemoryPlan | None
-    """For activations; None where none is needed, or none is possible."""
+    """It is for activations; None where none is needed, or none is possible."""
     compute_s: float
-    """Forward and backward with everything kept."""
+    """Forward and backward take this with everything kept."""
     division: Division | None
     """The fewest equal pieces of the batch that fit with everything kept (`kilter.divided`)."""
 
@@ -58,7 +58,7 @@ class Size:
     card: str
     link: Link
     samples: int | None
-    """In the first dimension of all inputs, if they agree on that."""
+    """The first dimension of all inputs has so many, if they agree on that."""
     batch_norm: bool
     launch_s: float
     """What an operation takes on the card however small its batch."""
@@ -217,7 +217,7 @@ MOST_BATCH = 2**20
 """No larger one is looked for."""
 _FIRST_GUESS = 8
 MOST_SIZES = 80
-"""Batches asked for in one search, at most: sizes grow nearly in proportion, so six are enough.
+"""One search asks for so many batches, at most: sizes grow nearly in proportion, so six are enough.
 Every third guess halves what is left, so that any growth ends within this."""
 
 

@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 STAY = "gradients and optimizer state stay"
-"""The report where neither gradients nor state are moved."""
+"""It is the report where neither gradients nor state are moved."""
 SLACK = 0.1
 """More state is offloaded than is missing, by this share of it: buckets are whole."""
 COSTS = 0.01
 """A plan for activations that costs no more of the iteration than this is left alone."""
 KNOWN_PASSES = 2
-"""Passes of one kind after which its levels are known: the first makes gradients and state."""
+"""After so many passes of one kind its levels are known: the first makes gradients and state."""
 PAUSE = 3
-"""Iteration ends after which what was decided is in force."""
+"""After so many iteration ends what was decided is in force."""
 MOST_ROOMS = 2
-"""Times that another room is given because the budget was missed, or first guessed."""
+"""Another room is given so many times because the budget was missed, or first guessed."""
 POLICY_PATIENCE = 24
-"""Iteration ends after which gradients that are watched still count as kept, and iterations that
+"""After so many iteration ends gradients that are still watched count as kept, and iterations that
 could not be timed are judged by those that could."""
 CROWDED = 0.9
-"""Of the budget: what weights, gradients and two moments (four times the weights) may take before
-state leaves as it is made."""
+"""Weights, gradients and two moments (four times the weights) may take this share of the budget
+before state leaves as it is made."""
 
 
 class StateAndWeightPolicy:
@@ -82,7 +82,7 @@ class StateAndWeightPolicy:
         self._min_bytes = min_bytes
         self.mover: StateMover | None = None
         self._first_step: FirstStep | None = None
-        """None: it is over, or of no interest."""
+        """It is None where the first step is over, or of no interest."""
         self.streaming = StateStreaming(swapper, link)
         offload = weights == "offload"
         self.weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)

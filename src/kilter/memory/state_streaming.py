@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 SPARE_SHARE = 0.01
 """This share of the budget stays free of state: levels come out a little different."""
 JUDGED_ITERATIONS = 6
-"""Iterations by whose median a plan with streaming state is held against the one before."""
+"""A plan with streaming state is held against the one before by the median of so many
+iterations."""
 
 
 class StateStreaming:
@@ -40,13 +41,14 @@ class StateStreaming:
         self.taken_back: Reason | None = None
         """Why state does not stream any more."""
         self._shared: tuple[PassRecord, Problem] | None = None
-        """The pass that a room was chosen for, as it is with all state on the device."""
+        """A room was chosen for this pass, as it is with all state on the device."""
         self._awaiting = False
         """State is moved at the next step, and then the pass is planned anew."""
         self._before_s: float | None = None
-        """An iteration without streaming state, while those with it are to be judged."""
+        """An iteration without streaming state took this, while those with it are to be judged."""
         self._last_s: float | None = None
-        """The last iteration end, if the iteration before it ran under a plan that holds."""
+        """The last iteration end was then, if the iteration before it ran under a plan that
+        holds."""
         self._times_s: list[float] = []
         """Such iterations in a row took these."""
 

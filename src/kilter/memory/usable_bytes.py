@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from kilter.core.setting import DeviceInfo
 
 RESERVE = 0.1
-"""Share that is left alone: fragments, and workspace that comes and goes between two looks."""
+"""This share is left alone, for fragments, and for workspace that comes and goes between two
+looks."""
 
 
 def usable_device_bytes(cuda: Any, device: torch.device) -> tuple[int, str]:

@@ -24,11 +24,11 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "exact": exact,
 }
 AHEAD_S = 0.1
-"""Share of the iteration by which loads are issued before they would have to be: times vary."""
+"""Loads are issued by this share of the iteration before they would have to be: times vary."""
 AHEAD_OF_OTHERS = 0.04
-"""The same where others use the link: so much that a load may find one of their transfers (a bucket
-of optimizer state) under way, and so little that those transfers need not wait behind a queue of
-loads."""
+"""Where others use the link, it is this share: so much that a load may find one of their transfers
+(a bucket of optimizer state) under way, and so little that those transfers need not wait behind a
+queue of loads."""
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 

@@ -14,8 +14,8 @@ from kilter.memory.plan.problem import Link, Problem
 from kilter.memory.plan.simulate import Schedule, simulate
 
 NOTICED = 0.01
-"""Share of the iteration, as planned or as measured: less waiting than this beyond the expected is
-left alone."""
+"""Waiting that goes beyond the expected by less than this share of the iteration, as planned or as
+measured, is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,12 @@ from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Bucket, StatePlan, plan_state
 
 COARSE = 8
-"""Parts into which the state is divided first."""
+"""The state is first divided into so many parts."""
 FINE = 1
 """How often the distance between rooms is halved around the best."""
 ALIKE = 0.003
-"""Of the iteration: of rooms that differ by no more the largest is taken. Less moves, and that is
-about what the rough plans behind the comparison are worth."""
+"""Of rooms that differ by no more than this share of the iteration the largest is taken. Less
+moves, and that is about what the rough plans behind the comparison are worth."""
 JOINT_WORTH = 0.01
 """Streaming has to save this share of the iteration."""
 MOST_TAKEN = 0.95
@@ -41,9 +41,9 @@ class Joint:
     iteration_s: float
     """Forward and backward take this, with the updates in it and all waiting."""
     taken: float
-    """Share of the way to the device in backward that state takes."""
+    """State takes this share of the way to the device in backward."""
     left: Link
-    """For state: the link less what activations take."""
+    """State has the link less what activations take."""
     due_s: tuple[float, ...]
     """When the buckets are visited, from the first gradient on."""
 

@@ -22,15 +22,16 @@ from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
 from kilter.memory.plan.spanning import TOO_FEW, swap_rest
 
 REACHES = (0.01, 0.04)
-"""Shares of the iteration by which something may be recomputed before its own use."""
+"""Something may be recomputed before its own use by these shares of the iteration."""
 WIDER_REACHES = (0.16, 0.64)
-"""Tried where `REACHES` give no plan: with little host memory, intervals may have to be recomputed
-from sources that are recomputed as well."""
+"""These are tried where `REACHES` give no plan: with little host memory, intervals may have to be
+recomputed from sources that are recomputed as well."""
 EACH_S = 1e-5
-"""Counted for each interval recomputed. One takes about 0.1 ms of the host's time, but plans that
-count so much are slower even where the host is late (measured, docs/measurements/memory.md)."""
+"""So much is counted for each interval recomputed. One takes about 0.1 ms of the host's time, but
+plans that count so much are slower even where the host is late (measured,
+docs/measurements/memory.md)."""
 ROUGHLY = 32
-"""Steps in which `roughly` goes along the prices."""
+"""`roughly` goes along the prices in so many steps."""
 MANY = 1024
 """More intervals than this are searched in one order and reach, to within one part in `FINE_STEPS`:
 one interval more or less does not matter there, and planning takes seconds."""

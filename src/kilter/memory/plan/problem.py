@@ -36,9 +36,10 @@ class Link:
     to_host_bytes_per_s: float
     to_device_bytes_per_s: float
     both_bytes_per_s: float
-    """Sum of the two directions while both run. The larger single rate means half duplex."""
+    """Both directions together have this rate while both run. The larger single rate means half
+    duplex."""
     latency_s: float = 0.0
-    """Fixed cost of one transfer."""
+    """One transfer has this fixed cost."""
 
     def __post_init__(self) -> None:
         rates = (self.to_host_bytes_per_s, self.to_device_bytes_per_s, self.both_bytes_per_s)
@@ -80,7 +81,7 @@ H200_PCIE5 = Link(
     both_bytes_per_s=101.7e9,
     latency_s=3e-6,
 )
-"""Measured on one H200, PCIe 5 x16, large copies between device and pinned host memory."""
+"""It was measured on one H200, PCIe 5 x16, large copies between device and pinned host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +91,13 @@ class IdleInterval:
     name: str
     size_bytes: int
     after: int
-    """Index of the operation that uses it last before the gap."""
+    """The operation with this index uses it last before the gap."""
     before: int
-    """Index of the operation that needs it again; at least `after` + 2."""
+    """The operation with this index needs it again; it is at least `after` + 2."""
     recompute_s: float | None = None
-    """Time to recompute it from what `needs` names; `None` if it cannot be."""
+    """Recomputing it from what `needs` names takes this; `None` if it cannot be recomputed."""
     needs: tuple[int, ...] = ()
-    """Indices of earlier intervals that must be on the device when this one is recomputed."""
+    """Earlier intervals with these indices must be on the device when this one is recomputed."""
     to_host: bool = True
     """May be offloaded; otherwise it is recomputed or stays."""
     together: bool = False
@@ -121,7 +122,7 @@ class Problem:
     alone_s: float = 0.0
     """What counts of the host's time for each interval of one tensor that is recomputed."""
     moved_s: float = 0.0
-    """The same for each that is offloaded."""
+    """So much counts for each that is offloaded."""
 
     def __post_init__(self) -> None:
         count = len(self.operation_s)

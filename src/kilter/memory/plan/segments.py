@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 LEVELS = 6
-"""Levels of size that are tried, from the largest call down; each is half of the one before."""
+"""So many levels of size are tried, from the largest call down; each is half of the one before."""
 SHARES_OF_SET = (0.75, 0.5, 0.25, 0.125)
 """Such parts of a set of calls are tried as well."""
 LARGEST = 3

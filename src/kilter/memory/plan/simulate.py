@@ -82,9 +82,9 @@ class _Lane:
         self.name = name
         self.rate = bytes_per_s
         self.queue: deque[tuple[int, int]] = deque()
-        """Intervals that wait, and their sizes."""
+        """It holds intervals that wait, and their sizes."""
         self.index: int | None = None
-        """The interval that is under way."""
+        """The interval with this index is under way."""
         self.latency_left_s = self.bytes_left = self.start_s = 0.0
 
     def start(self, latency_s: float, now_s: float) -> None:
@@ -105,7 +105,7 @@ class _Channels:
         self._now_s = 0.0
         """Transfers are accounted for up to here."""
         self._span_s = self._event_s = math.inf
-        """From there to the next event, and when that is."""
+        """`_span_s` leads from there to the next event, and `_event_s` is when that is."""
         self._factor = 1.0
         self._out = _Lane("out", link.to_host_bytes_per_s)
         self._in = _Lane("in", link.to_device_bytes_per_s)

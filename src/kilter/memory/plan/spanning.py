@@ -71,7 +71,8 @@ def swap_rest(
 
 
 SwapOrder = Callable[[Problem, list[int], int], tuple[float, ...]]
-"""Sort key: intervals with the least keys stay. Arguments: the problem, deadlines, an interval."""
+"""It gives a sort key: intervals with the least keys stay. Its arguments are the problem,
+deadlines, and an interval."""
 
 
 def short_gaps(problem: Problem, due: list[int], index: int) -> tuple[float, ...]:

@@ -19,15 +19,16 @@ from kilter.core.errors import PlanError
 from kilter.memory.plan.problem import Link
 
 VISITS = 48
-"""Buckets of an iteration unless told otherwise: each costs the host one call of the optimizer, and
-the device one bucket of gradients."""
+"""An iteration has so many buckets unless told otherwise: each costs the host one call of the
+optimizer, and the device one bucket of gradients."""
 WINDOW_BUCKETS = (2, 3, 4, 6)
-"""Sizes tried for the room that streamed buckets share, in buckets of the largest size."""
+"""These sizes are tried for the room that streamed buckets share, in buckets of the largest
+size."""
 LAGS = (1, 2, 3)
-"""Visits that the copy of a bucket to the host is given before its memory is needed."""
+"""The copy of a bucket to the host is given so many visits before its memory is needed."""
 MARGINS = (0, 1, 2, 4)
-"""Buckets at either end that are tried as not streamed: no computation hides the loads of the first
-ones, nor the offloading of the last ones."""
+"""So many buckets at either end are tried as not streamed: no computation hides the loads of the
+first ones, nor the offloading of the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +60,13 @@ class StatePlan:
 
     streamed: frozenset[int]
     begin: tuple[int, ...]
-    """Loaded when the first gradient is there, in this order."""
+    """These buckets are loaded when the first gradient is there, in this order."""
     release: tuple[tuple[int, ...], ...]
-    """For each visit the buckets whose memory is freed after it, before its loads."""
+    """After each visit the memory of these buckets is freed, before the loads of that visit."""
     load: tuple[tuple[int, ...], ...]
-    """For each visit the buckets whose loads start after it."""
+    """After each visit the loads of these buckets start."""
     resident_bytes: int
-    """State on the device while no bucket is being copied: during forward."""
+    """So much state is on the device while no bucket is being copied: during forward."""
     peak_bytes: int
     """It is the most state on the device at one time."""
     moved_bytes: int

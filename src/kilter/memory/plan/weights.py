@@ -39,9 +39,9 @@ class WeightPlan:
     release: dict[int, tuple[int, ...]]
     load: dict[int, tuple[int, ...]]
     offloaded_bytes: int
-    """OffloadedParameter at the end of forward."""
+    """So much is offloaded at the end of forward."""
     stall_s: float
-    """Predicted time for which compute waits for copies in either direction."""
+    """Compute is predicted to wait so long for copies in either direction."""
 
     @property
     def moved(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class Cover(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of time before a section in which computation has slack."""
 
     after: str
-    """The collective with whose readiness it begins."""
+    """It begins with the readiness of this collective."""
     lead_s: float
     """It leads from there to the beginning of the section."""
     compute_s: float

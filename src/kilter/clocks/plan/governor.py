@@ -32,7 +32,7 @@ from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
 
 SEARCH_PAIRS = 70
-"""Pairs that a search may use. Most searches end sooner, since nothing is left that could pay;
+"""A search may use so many pairs. Most searches end sooner, since nothing is left that could pay;
 this many blocks of five iterations at 300 ms take five minutes."""
 LEAST_TEST = 4
 """With fewer pairs left, no further test is begun: it could hardly pass."""
@@ -40,9 +40,9 @@ TEST_PART = 0.5
 """Of the pairs left, a test may use this part: others may follow, of a better setting after one
 that has passed, of a safer one after one that has failed."""
 LEAST_IMPROVEMENT = 0.0003
-"""Expected improvement (fraction of the objective) below which settings cannot be told apart."""
+"""Settings cannot be told apart below this expected improvement (fraction of the objective)."""
 LEAST_SHARE = 0.003
-"""The same as a share of what the setting accepted so far saves: less cannot be told from the
+"""It is the same as a share of what the setting accepted so far saves: less cannot be told from the
 luck of a probe, and the search would try one neighbour after the other."""
 JOB_PAIRS = 1800
 """A search has to pay within so many pairs' time: an hour of blocks of a second."""
@@ -50,7 +50,7 @@ USUAL_SAVING = 0.1
 """Half of each pair runs at the default and saves nothing; this much is lost there while it is not
 known what there is to save."""
 NOISE_SD = 0.01
-"""Spread of one pair's log ratio that is assumed until pairs show their own."""
+"""One pair's log ratio is assumed to have this spread until pairs show their own."""
 TOLD_APART = 1.5
 """Settings that are predicted with fewer standard errors of a probe than this are not probed: they
 are tested, or left alone."""
@@ -85,13 +85,13 @@ class Order:
     phase: Phase
     setting: Setting
     baseline: bool
-    """The arm: the setting as found, or a candidate."""
+    """It names the arm: the setting as found, or a candidate."""
     pair: int | None
     """Blocks of one pair are compared with each other; None outside a comparison."""
     reason: str
     roles: Mapping[str, Setting] = field(default_factory=dict)
-    """By role group, where groups differ; the setting of a group that is not named is the found
-    one. Empty: all ranks get `setting`."""
+    """It has settings by role group, where groups differ; the setting of a group that is not named
+    is the found one. Empty: all ranks get `setting`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Choice:
     log_energy: float = 0.0
     reason: str
     roles: Mapping[str, Setting] = field(default_factory=dict)
-    """By role group, where groups differ, as in `Order`."""
+    """It has settings by role group, where groups differ, as in `Order`."""
 
     @property
     def time_ratio(self) -> float:
@@ -172,7 +172,7 @@ class Governor:
         self._blocks_before = 0
         self._shares = shares
         self._last: BlockOutcome | None = None
-        """The last block, where it was one of the baseline and of this search."""
+        """It holds the last block, where that was one of the baseline and of this search."""
         self._swings: list[float] = []
         """How much the logs of the times of the two baseline blocks of each probe differ."""
         self._error_left = goal.error_probability

@@ -24,8 +24,9 @@ LEAST_PAIRS = 3
 
 ZONE = 0.01
 ZONE_SHARE = 0.1
-"""Indifference zone below the bound, of a test that may be looked at at any time: one percent, or
-this share of a smaller bound. A narrower zone costs longer tests, never more violations."""
+"""The indifference zone below the bound, of a test that may be looked at at any time, is one
+percent, or this share of a smaller bound. A narrower zone costs longer tests, never more
+violations."""
 
 LEAST_SAVING = 0.003
 """There has to be evidence that a setting saves more than this fraction of energy: less is not

@@ -26,8 +26,9 @@ Array = NDArray[np.float64]
 SEARCHED_KNOBS = ("sm_clock_hz", "memory_clock_hz", "power_limit_w")
 TIME_PRIORS = (Prior(slope=-0.5), Prior(slope=-0.3), Prior(slope=-0.3, rough=1.0))
 POWER_PRIORS = (Prior(slope=1.0), Prior(slope=0.3), Prior(slope=0.5, rough=1.0))
-"""In the order of `SEARCHED_KNOBS`. Time is half proportional to the SM clock, power fully. A limit
-does nothing until it is below what the job draws: its curves have a kink anywhere."""
+"""They stand in the order of `SEARCHED_KNOBS`. Time is half proportional to the SM clock, power
+fully. A limit does nothing until it is below what the job draws: its curves have a kink
+anywhere."""
 
 STEP = 0.75
 """A probe goes at most this factor below a knob's value already seen to be fast enough."""
@@ -46,7 +47,7 @@ class Space:
     found: Setting
     """What the device had: the baseline of every comparison."""
     reference: Setting
-    """`found` with a number for every knob that the candidates set: for a clock left to the
+    """It is `found` with a number for every knob that the candidates set: for a clock left to the
     device, the observed sustained one (a request above it is a no-op that would pass for free)."""
     candidates: tuple[Setting, ...]
 
@@ -118,9 +119,9 @@ class TestSize:
     error: float
     """Standard error of the mean of so many pairs."""
     margin: float
-    """By how much that mean has to be below a bound."""
+    """That mean has to be below a bound by this."""
     price: float
-    """What so many pairs cost, in the objective."""
+    """So many pairs cost this, in the objective."""
 
 
 UNTESTED = TestSize(pairs=0, error=0.0, margin=0.0, price=0.0)
@@ -135,12 +136,13 @@ class Forecast:
     log_time: float
     log_energy: float
     improvement: float
-    """Expected improvement of the log objective over the best accepted so far, times the
+    """The log objective is expected to improve by this over the best accepted so far, times the
     probability that its test says so, less the price of the test."""
     pairs: int
     """The test that promises most takes so many."""
     known: bool
-    """Probed, or as well known by what was probed beside it: a probe of its own tells no more."""
+    """It was probed, or is as well known by what was probed beside it: a probe of its own tells no
+    more."""
 
 
 def forecasts(

@@ -18,9 +18,9 @@ from kilter.core.setting import Sample, Setting, Throttle
 IDLE_TOLD = 0.3
 """From this share of idle time on, feeding the GPU is worth more than any clock."""
 HELD_DOWN = 0.5
-"""Share of readings at the default that name a limit."""
+"""A job is held down if this share of readings at the default names a limit."""
 LIMITS = (Throttle.POWER_CAP, Throttle.THERMAL, Throttle.HARDWARE)
-"""The reasons for a low clock that make a job a throttled one."""
+"""These reasons for a low clock make a job a throttled one."""
 FEWEST_READINGS = 5
 FOLLOWS, IGNORES = 0.5, 0.25
 """How much of a change of the SM clock the iteration time follows: compute-bound from the first on,
@@ -41,7 +41,7 @@ class Bound(enum.Enum):
 
 
 GPU_WAITS = (Bound.INPUT, Bound.IDLE, Bound.COMMUNICATION)
-"""Classes of jobs whose GPU waits."""
+"""The GPU waits in jobs of these classes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class JobReadings:
 
     name: Bound
     busy: float = 1.0
-    """Share of the time in which the GPU runs something."""
+    """The GPU runs something in this share of the time."""
 
 
 def job_by_readings(samples: Sequence[Sample]) -> JobReadings:

@@ -29,10 +29,10 @@ from kilter.core.trace import IterationTrace
 from kilter.model.stats import mean_of_known, t_cdf
 
 KNOWN_PAIRS = 3
-"""Pairs with which a known setting is confirmed: 30 iterations in blocks of five."""
+"""A known setting is confirmed with so many pairs: 30 iterations in blocks of five."""
 KNOWN_SHARE = 0.5
-"""Of the contract's error probability for confirming; the rest is for the search that follows a
-setting that is not confirmed."""
+"""Confirming may use this share of the contract's error probability; the rest is for the search
+that follows a setting that is not confirmed."""
 NOISIER = 3.0
 """Where today's pairs vary by this factor more than the last run's (in variance; the 95 % point of
 the F distribution with 2 degrees of freedom over many), today's alone say what their spread is."""
@@ -54,7 +54,7 @@ class PairBook:
         self.readings: Sequence[Sample] = ()
         """The sensors showed this under the baseline."""
         self.trace: IterationTrace | None = None
-        """One iteration, where it is on record."""
+        """It is one iteration, where that is on record."""
 
     def note(self, orders: Generator[Order, BlockOutcome, T]) -> Generator[Order, BlockOutcome, T]:
         """The same orders; their outcomes are noted on the way."""

@@ -22,9 +22,9 @@ from kilter.core.rank_trace import Collective, RankTrace
 from kilter.core.units import show_time
 
 Place = tuple[int, int]
-"""Index of a trace, and of a collective in it."""
+"""It is the index of a trace, and of a collective in it."""
 MatchLane = tuple[str | None, tuple[int, ...], tuple[int, ...] | None]
-"""Group, its members, and the pair of a point-to-point transfer."""
+"""It is made of a group, its members, and the pair of a point-to-point transfer."""
 
 
 class Matched(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,8 @@ class Matched(msgspec.Struct, frozen=True, kw_only=True):
     transfer_s: dict[Place, float]
     """It has every collective that was seen on at least two ranks."""
     offset_s: tuple[float | None, ...]
-    """By trace: its clock minus that of the first trace, each from its origin; None if unknown."""
+    """Each trace has its clock minus that of the first trace here, each from its origin; None if
+    unknown."""
     left_out: tuple[str, ...]
     """What could not be matched, in words."""
 
@@ -100,7 +101,7 @@ def _one_run(traces: Sequence[RankTrace]) -> None:
 
 
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Operations that no member can leave before every member has arrived."""
+"""No member can leave these operations before every member has arrived."""
 APART_S, APART_SHARE = 0.01, 0.05
 """Ends of one collective that are further apart, after the clocks were aligned, than both this time
 and this share of an iteration are no ends of one collective."""

@@ -35,7 +35,7 @@ from kilter.clocks.plan.worth import (
 from kilter.core.units import show_fraction, show_time
 
 SWITCH_PRICES = (0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-"""Assumed times of a switch, over the break-even."""
+"""A switch is assumed to take so much of the break-even."""
 
 LEAST_GAIN = 0.01
 """Stretches have to save so much more of the energy than one clock for the whole job."""
@@ -48,7 +48,7 @@ class OrderedOperations(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     """Each occurs once."""
     start_s: Array
-    """Measured at the default clock, from the beginning of the iteration."""
+    """It was measured at the default clock, from the beginning of the iteration."""
     end_s: Array
     time_s: Array
     """It has a row for each operation and a column for each level, and one for the default."""
@@ -65,7 +65,7 @@ class OperationStretches(msgspec.Struct, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     """Each stretch has its place in the card's levels, from 1."""
     whole_job_saving: float
-    """Share of the energy that the best single clock saves within the same bound."""
+    """The best single clock saves this share of the energy within the same bound."""
     summary: str
 
     @property

@@ -36,13 +36,13 @@ _PRICES = 16
 """So many prices are evaluated together."""
 _REFINEMENTS = 3
 _FINAL = 4
-"""Prices around the best one whose paths are looked at."""
+"""The paths of so many prices around the best one are looked at."""
 _ROUNDS = 8
 """A path is improved so many times, by one stretch each."""
 _EDGES = 64
-"""Operations at which a stretch may begin or end, besides those at which the path changes."""
+"""A stretch may begin or end at so many operations, besides those at which the path changes."""
 _TRIED = 48
-"""Stretches that are evaluated exactly in one round."""
+"""So many stretches are evaluated exactly in one round."""
 
 
 class OperationsProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +53,9 @@ class OperationsProblem(msgspec.Struct, frozen=True, kw_only=True):
     energy_j: Array
     """It is laid out alike."""
     waiting_w: Array
-    """(settings): power while a switch is under way."""
+    """It has, for each setting, the power while a switch is under way."""
     switch_s: float
-    """Time that one switch takes; infinite if settings cannot be changed in an iteration."""
+    """One switch takes this; it is infinite if settings cannot be changed in an iteration."""
     bound_s: float
     """The iteration may take this long."""
 

@@ -31,8 +31,8 @@ LATE = 2.0
 BACK = 0.8
 """The clock is back at this share of the one before the pause: a limit may hold it lower."""
 USUAL_READINGS = 9
-"""With work, of which the median is the clock before the pause: the last ones may show a clock that
-falls already."""
+"""The clock before the pause is the median of so many readings with work: the last ones may show a
+clock that falls already."""
 AWAKE = 1.1
 """Above this multiple of the low clock an idle GPU has not lowered its clock by itself."""
 GIVE_UP_S = 10.0
@@ -49,7 +49,8 @@ class PausePlan(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float
     """A pause has to have lasted so long."""
     return_s: float
-    """From the first work until the clock is back, as far as known before the first return."""
+    """It leads from the first work until the clock is back, as far as known before the first
+    return."""
 
 
 def pause_plan(
@@ -96,7 +97,7 @@ class PauseWatch:
         self._since_s = 0.0
         """The pause, or the return, began then."""
         self._idle_s = 0.0
-        """The last reading without work."""
+        """The last reading without work was then."""
         self.returns_s: list[float] = []
         """What each return has cost, at most."""
         self.ended: str | None = None

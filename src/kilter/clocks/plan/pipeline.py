@@ -59,7 +59,7 @@ class PipelineSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     units: tuple[PipelineUnit, ...]
     needs: tuple[tuple[int, ...], ...]
-    """By unit: those that have to be over before."""
+    """These units have to be over before each unit."""
     groups: int
 
 

@@ -86,7 +86,7 @@ class Tree(msgspec.Struct, frozen=True):
     """Values up to this go left."""
     missing_left: tuple[bool, ...]
     left: tuple[int, ...]
-    """0: the node is a leaf."""
+    """The node is a leaf if this is 0."""
     right: tuple[int, ...]
     value: tuple[float, ...]
     """A leaf predicts this."""

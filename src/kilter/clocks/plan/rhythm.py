@@ -19,7 +19,7 @@ from kilter.core.units import show_fraction, show_time
 from kilter.model.period import Detection, JobPace
 
 PART_OF_BOUND = 0.25
-"""Standard error of one pair of blocks, as a share of the bound."""
+"""One pair of blocks has this standard error, as a share of the bound."""
 LEAST_WATCHED_ITERATIONS = 12
 """A block has at least so many: the period is looked for anew in each, also in longer ones."""
 LEAST_WATCHED_BLOCK_S = 5.0
@@ -35,7 +35,7 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     """It is the mean over the same stretch."""
     block_iterations: int
     pair_error: float
-    """Standard error that the log ratio of two such blocks is expected to have."""
+    """The log ratio of two such blocks is expected to have this standard error."""
 
     def __str__(self) -> str:
         """`iterations of 1.16 s (single ones differ by 0.9 %), blocks of 14 (16 s)`."""

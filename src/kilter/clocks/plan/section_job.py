@@ -20,9 +20,9 @@ from kilter.core.units import show_clock, show_count, show_fraction
 from kilter.model.stats import paired_ratio
 
 BLOCK = 5
-"""Iterations of a block that count."""
+"""So many iterations of a block count."""
 SETTLING = 1
-"""Iterations before them that do not: the clocks change in the first one."""
+"""So many iterations before them do not count: the clocks change in the first one."""
 LEAST_EXPECTED_SAVING = 0.01
 """What is expected to save less than this share of the energy is not searched."""
 
@@ -33,7 +33,7 @@ class PlannedOperations(msgspec.Struct, frozen=True, kw_only=True):
     depths: tuple[int, ...]
     """Each stretch has one."""
     whole_job_saving: float
-    """Share of the energy that one clock for the whole job saves by the same tables."""
+    """One clock for the whole job saves this share of the energy by the same tables."""
 
 
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):

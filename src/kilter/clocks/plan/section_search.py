@@ -36,17 +36,18 @@ from kilter.model.stats import log_evidence_above
 PAIRS = 60
 """A test that is still undecided after this many pairs takes nothing."""
 SECTION_CONFIRM_PAIRS = 300
-"""The same for the confirmation: all sections together come closer to the bound."""
+"""A confirmation that is still undecided after this many pairs takes nothing: all sections together
+come closer to the bound."""
 SPENT = 0.6
-"""Share of the slowdown budget that is divided among the sections: a sum close to the bound cannot
+"""This share of the slowdown budget is divided among the sections: a sum close to the bound cannot
 be confirmed, and then sections give up steps that were harmless."""
 LEAST_PAIRS = 3
-"""Pairs before a section's own time may reject."""
+"""So many pairs are needed before a section's own time may reject."""
 PAIRS_AT_ONCE = 3
-"""Pairs between two judgements: on a running job each judgement takes messages between the ranks.
-"""
+"""So many pairs run between two judgements: on a running job each judgement takes messages between
+the ranks."""
 COARSE_STEP = 3
-"""Steps between the depths that are tried first."""
+"""The depths that are tried first are so many steps apart."""
 WAITING = 0.1
 """A rank waits if this share of the section's length passes before the others arrive."""
 
@@ -61,9 +62,9 @@ class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """It is the section's length over the iteration's."""
     roles: tuple[tuple[int, ...], ...]
-    """Ranks that do the same work in it; a rank without this section is in none."""
+    """Ranks of one role do the same work in it; a rank without this section is in none."""
     wait: tuple[float, ...]
-    """By rank of the job: share of the section's length that it waits for others."""
+    """Each rank of the job waits this share of the section's length for others."""
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     step_s: float
     section_s: tuple[float, ...] = ()
-    """By section; empty where nobody sees the sections' own times."""
+    """It has a time for each section; it is empty where nobody sees the sections' own times."""
     energy_j: float | None = None
     """All ranks use this per iteration; None: not known."""
 
@@ -83,7 +84,7 @@ class FoundDepths(msgspec.Struct, frozen=True, kw_only=True):
     log_time: tuple[float, ...] = ()
     """Each pair that confirmed the whole has the log of its step time over the default's."""
     log_energy: tuple[float, ...] = ()
-    """The same of the energy, where it is known."""
+    """It holds the same of the energy, where that is known."""
 
 
 Trials = tuple[Depths, ...]

@@ -41,8 +41,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """What the occurrences of one section have in common. Times per iteration."""
 
     key: str
-    """Operation, group, and number in the iteration of the collective with which the section ends:
-    the one that the next computation waits for. Stable while the program stays the same."""
+    """It names operation, group, and number in the iteration of the collective with which the
+    section ends: the one that the next computation waits for. It is stable while the program stays
+    the same."""
     op: str
     group: str | None
     bytes: int | None
@@ -50,7 +51,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     collectives: int
     """How many those are (median)."""
     presence: float
-    """Share of the iterations that have it."""
+    """This share of the iterations has it."""
     start_s: float
     """The median start is this, counted from the beginning of the iteration."""
     length_s: float
@@ -62,11 +63,11 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None
     """This part of `exposed_s` waits for another rank; None where no other rank was seen."""
     gap_s: float
-    """Median time to the next section, or to the end of the iteration."""
+    """The next section, or the end of the iteration, comes after this time in the median."""
     gap_compute_s: float
     """Computation takes this much of it in the median."""
     covers: tuple[Cover, ...] = ()
-    """Computation before the section that has slack, from the latest to the earliest."""
+    """They are computation before the section that has slack, from the latest to the earliest."""
 
 
 class Short(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class SectionPlace(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: float
     idle_s: float
     wait_s: float | None
-    """Time that collectives run longer than the same ones on the fastest rank; None: not known."""
+    """Collectives run so much longer than the same ones on the fastest rank; None: not known."""
     transfer_s: float | None
     exposed_wait_s: float | None
 
@@ -105,7 +106,7 @@ class RankSections(msgspec.Struct, frozen=True, kw_only=True):
     sections: tuple[Section, ...]
     short_sections: Short
     clock_offset_s: float | None
-    """This rank's clock minus that of the first trace; None where nothing tells."""
+    """This rank's clock minus that of the first trace is this; None where nothing tells."""
 
     @property
     def exposed_share(self) -> float:
@@ -117,7 +118,7 @@ class SectionLane(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     begin_s: float
-    """On the aligned clocks, from the beginning of the rank that is first."""
+    """It counts on the aligned clocks, from the beginning of the rank that is first."""
     length_s: float
     compute: RankTimes
     overlapped: RankTimes
@@ -134,7 +135,7 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSections, ...]
     lanes: tuple[SectionLane, ...]
     matched: int
-    """Collectives that were seen on at least two ranks."""
+    """So many collectives were seen on at least two ranks."""
     collectives: int
     left_out: tuple[str, ...]
 

@@ -38,7 +38,7 @@ class SwitchTimes(msgspec.Struct, frozen=True, kw_only=True):
     down: bool
     """The switch is to this clock from the highest; False: from this clock back."""
     n: int
-    """Switches that were seen; one whose kernels cannot be told apart does not count."""
+    """So many switches were seen; one whose kernels cannot be told apart does not count."""
     p50_s: float
     p95_s: float
     p99_s: float
@@ -108,7 +108,7 @@ class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
     """One switch."""
 
     effect_s: float | None
-    """None: the kernels before and after it cannot be told apart."""
+    """It is None if the kernels before and after it cannot be told apart."""
     call_s: float | None = None
     reasons: tuple[str, ...] = ()
 

@@ -21,9 +21,9 @@ from kilter.clocks.plan.worth import ClockCosts, LowStretch, at_level
 from kilter.core.setting import Setting
 
 LONGEST_HOLD_S = 1.0
-"""Longest deadline of a low clock, unless the stretch itself takes longer."""
+"""No low clock has a longer deadline, unless the stretch itself takes longer."""
 HOLD_LENGTHS = 3.0
-"""Deadline of a low clock in lengths of its stretch."""
+"""The deadline of a low clock is so many lengths of its stretch."""
 
 
 Edge = Literal["down", "up"]
@@ -35,17 +35,18 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     edge: Edge
     key: str
-    """Of the section whose beginning (`down`) or end (`up`) is the edge; where computation before
-    the section is taken in, the collective with whose readiness that begins is named, too."""
+    """It is the key of the section whose beginning (`down`) or end (`up`) is the edge; where
+    computation before the section is taken in, the collective with whose readiness that begins is
+    named, too."""
     sm_clock_hz: float | None
-    """None: the clock as found."""
+    """None stands for the clock as found."""
     memory_clock_hz: float | None = None
     at_s: float
-    """From the marker; below zero where it leaves before the marker."""
+    """It counts from the marker, and is below zero where the command leaves before the marker."""
     lead_s: float
     """The command leaves this long before the edge."""
     hold_s: float
-    """Deadline of the low clock; of no use for `up`."""
+    """The low clock has this deadline; it is of no use for `up`."""
 
     @property
     def setting(self) -> Setting:
@@ -65,7 +66,7 @@ class ScheduleArm(msgspec.Struct, frozen=True, kw_only=True):
     """Commands that rule from one iteration on."""
 
     first: int
-    """Number of the iteration end with which that iteration begins."""
+    """That iteration begins with the iteration end of this number."""
     schedule: CommandSchedule
 
 
@@ -75,8 +76,8 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
 
     t_s: float
     iteration: int
-    """Of the section: its iteration begins with the iteration end of this number.
-    -1: none, the clock was put back without a command."""
+    """The iteration of the section begins with the iteration end of this number. -1: there is none,
+    the clock was put back without a command."""
     edge: Edge
     key: str
     sm_clock_hz: float | None
@@ -90,8 +91,8 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
     state: CommandState
     why: str = ""
     marker_s: float | None = None
-    """The time of the marker from which the command's time was reckoned: that of its own iteration,
-    or of the one before if it leaves earlier. None: it belongs to no marker."""
+    """The command's time was reckoned from the marker at this time: that of its own iteration, or
+    of the one before if it leaves earlier. None: it belongs to no marker."""
 
 
 class RealEdge(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +103,7 @@ class RealEdge(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     t_s: float
     marker_s: float | None = None
-    """The marker of that iteration, in the same trace."""
+    """The marker of that iteration was then, in the same trace."""
 
 
 class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +113,7 @@ class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
     p50_s: float
     p95_s: float
     bias_s: float
-    """Median of expected minus real: below zero, the commands come early."""
+    """The median of expected minus real is this: below zero, the commands come early."""
 
 
 NOTHING = CommandSchedule(commands=(), iteration_s=0.0, calls_per_s=0.0)

@@ -40,7 +40,7 @@ LEAST_RISE = 0.1
 MOST_RETURNS = 10
 """The budget holds so many returns to computing, at most."""
 INTERVALS = 9
-"""Iterations of which the median is the usual length."""
+"""The usual length is the median of so many iterations."""
 LEAST_INTERVALS = 3
 
 
@@ -51,17 +51,17 @@ class WaitPlan(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float
     """A wait has to have lasted so long."""
     return_s: float
-    """Time that one return to computing may cost."""
+    """One return to computing may cost this time."""
     share: float
     """All returns together may cost this share of the time that passes."""
     high_w: float
-    """At the default clock: above it the device computes."""
+    """At the default clock, the device computes above this power."""
     low_w: float
-    """At the low clock: above it the device computes."""
+    """At the low clock, the device computes above this power."""
     rise_w: float
     """So does a rise by this over the lowest power of the present wait."""
     settle_s: float
-    """After the command down, until the sensors show the low clock."""
+    """After the command down, the sensors show the low clock after this time."""
     calls_per_s: float
 
 
@@ -113,7 +113,7 @@ class WaitWatch:
         self.plan = plan
         self._acts = acts
         self.last: tuple[int, float] | None = None
-        """The last marker: number and time."""
+        """It has the number and the time of the last marker."""
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         self._budget = TimeBudget(MOST_RETURNS * plan.return_s)
         self._read_s = -math.inf

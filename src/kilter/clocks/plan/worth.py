@@ -36,9 +36,10 @@ from kilter.core.units import show_fraction, show_time
 PRESENT = 0.9
 """A section has to be in this share of the iterations to be predicted."""
 CALLS_PER_S = 10.0
-"""Clock calls per GPU. At 20 per second they were seen to delay NCCL (NVIDIA/nccl issue 1551)."""
+"""One GPU gets so many clock calls per second. At 20 per second they were seen to delay NCCL
+(NVIDIA/nccl issue 1551)."""
 MOST_LABELS = 256
-"""Non-dominated pairs kept per section."""
+"""So many non-dominated pairs are kept per section."""
 _NORMAL = NormalDist()
 
 
@@ -79,7 +80,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     waiting_w: float
     computing_w: float
     stretch: float
-    """Time of computation over that by default, at most: as if no kernel waited for memory."""
+    """Computation takes at most so many times as long as by default: as if no kernel waited for
+    memory."""
     down: Latency | None = None
     """The switch to this clock takes this; None: as all clocks do."""
     up: Latency | None = None
@@ -94,7 +96,7 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a device's clocks do, as far as sections are concerned."""
 
     levels: tuple[Level, ...]
-    """By falling memory clock, and with each by falling SM clock."""
+    """They are ordered by falling memory clock, and with each by falling SM clock."""
     down: Latency
     """The switch to a clock that has no times of its own takes this."""
     up: Latency
@@ -153,7 +155,7 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     sections: int
     sm_clock_hz: float | None
     memory_clock_hz: float | None = None
-    """None: as found."""
+    """None stands for the clock as found."""
     start_s: float
     end_s: float
     down_at_s: float
@@ -164,10 +166,11 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     saved_j: float
     delay_s: float
     cover: Cover | None = None
-    """Computation before its first section that it takes in: `start_s` is where that begins."""
+    """It is computation before its first section that it takes in: `start_s` is where that
+    begins."""
     effects: tuple[LevelEffect, ...] = ()
-    """Of a stretch of operations, whose names stand in place of keys: what each level does to them.
-    Empty for sections, of which the model of this file says so."""
+    """A stretch of operations, whose names stand in place of keys, says here what each level does
+    to them. It is empty for sections, of which the model of this file says so."""
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +182,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     iteration_s: float
     compute_s: float
     iteration_j: float
-    """Assumed: computing draws `Card.computing_w`, everything else `Card.waiting_w`."""
+    """It is assumed: computing draws `Card.computing_w`, everything else `Card.waiting_w`."""
     stretches: tuple[LowStretch, ...]
     refused: tuple[Reason, ...]
 

@@ -15,7 +15,7 @@ RECENT_S = 5.0
 """Readings so recent tell the class of a job; the warm-up at the default takes longer."""
 LOW_SETTING_HOLD_S = 60.0
 HOLD_ITERATIONS = 5
-"""Deadline of a low setting, renewed as long as iterations end: the longer of the two."""
+"""A low setting has the longer of these two deadlines, renewed as long as iterations end."""
 
 
 class Sensors(Protocol):

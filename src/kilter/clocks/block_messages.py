@@ -41,9 +41,9 @@ class OrderNote(msgspec.Struct, frozen=True):
     """An order as the ranks see it."""
 
     setting: Setting
-    """Only the knobs that are not as found: ranks may have found different limits."""
+    """It has only the knobs that are not as found: ranks may have found different limits."""
     roles: dict[str, Setting]
-    """The same by role group; if not empty, a group that is not named is to be as found."""
+    """It says the same by role group; if not empty, a group that is not named is to be as found."""
     iterations: int
     pause_s: float = 0.0
     """How much the returns from pauses may lose until the next order (`clocks/pausing`)."""
@@ -78,8 +78,8 @@ class RankResult(msgspec.Struct, frozen=True):
     refused: str | None
     """Why a rank sets nothing any more, and which one if there are several."""
     lost: dict[int, float] = {}
-    """Seconds that iterations have lost by returns from pauses since the last block: by number, as
-    the slowest rank has."""
+    """Iterations have lost so many seconds by returns from pauses since the last block: by number,
+    as the slowest rank has."""
 
     def with_(self, other: RankResult, /) -> RankResult:
         known = self.energy_j is not None and other.energy_j is not None

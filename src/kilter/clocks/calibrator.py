@@ -25,7 +25,7 @@ KERNELS_BEFORE = 20
 LONGEST_SWITCH_S = 1.0
 """A switch that takes longer is not seen, on a device that does not say how long they take."""
 LONGEST = 5.0
-"""The same, in usual times of a device that does."""
+"""On a device that does say, a switch that takes longer than so many usual times is not seen."""
 
 
 class SimulatedKernels:

@@ -131,10 +131,10 @@ class Conductor:
         self._seen: deque[Iteration] = deque(maxlen=MOST_ITERATIONS)
         self.blocks = 0
         self.roles: tuple[str, ...] = ("",)
-        """The role groups of this rank and those that report to it, in order of their first rank;
-        of all of them on rank 0, once every rank has run a block."""
+        """These are the role groups of this rank and those that report to it, in order of their
+        first rank; on rank 0 they are all of them, once every rank has run a block."""
         self._waits_from: Iteration | None = None
-        """The iteration at which the last step of the present block was done."""
+        """At this iteration the last step of the present block was done."""
         self._block_iterations = MOST_ITERATIONS
         """The last order asked for so many."""
         self._left = False
@@ -430,7 +430,8 @@ class GovernorProgram:
 
 
 WARM_BLOCKS = 3
-"""Blocks before the first probe: to know the length of an iteration and the sustained clock."""
+"""So many blocks run before the first probe, to know the length of an iteration and the sustained
+clock."""
 
 
 def watching(

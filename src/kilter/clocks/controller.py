@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from kilter.clocks.rehearsal import Rehearsal
 
 FIRST_BLOCK = 20
-"""Iterations before the first block: warm-up, and the profiler window, are over by then."""
+"""So many iterations run before the first block: warm-up, and the profiler window, are over by
+then."""
 FALLBACK_SENSOR_PERIOD_S = 0.1
 """It is taken for a device that does not say how often its sensors change."""
 SEED = 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kilter.device.sim.profile import Profile
 
 GIVEN_UP = "inside/given-up"
-"""The message of a rank that has no clocks inside the iteration: why."""
+"""With this message a rank says why it has no clocks inside the iteration."""
 
 
 class InsideController(ABC):

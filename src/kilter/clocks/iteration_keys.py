@@ -30,7 +30,7 @@ class IterationKeys:
         self.failed: str | None = None
         """Why the marker does not move any more."""
         self.marked_s: dict[int, float] = {}
-        """The host's times of the last iteration ends, `time.monotonic()`."""
+        """It holds the host's times of the last iteration ends, by `time.monotonic()`."""
         self.cost_s = 0.0
         self.reopened = 0
         self._on_gpu: StreamMarker | None = None

@@ -51,7 +51,7 @@ class JointSearch:
         self._meter: IterationMeter | SimulatedMeter | None = None
         self._rehearsed: SectionsFound | None = None
         self._index = -1
-        """The last iteration whose time is known."""
+        """This is the last iteration whose time is known."""
 
     @property
     def simulated(self) -> bool:

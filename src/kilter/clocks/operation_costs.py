@@ -19,7 +19,7 @@ from kilter.model.power import LEAKAGE_AT_C, capped_clock
 ClockPair = tuple[float | None, float | None]
 """The clock of the SMs, and that of the memory, are a pair; None: the default."""
 MOST_PAIRS = 30
-"""Clock pairs that are planned with: more cost time and save no more."""
+"""At most so many clock pairs are planned with: more cost time and save no more."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     energy_j: Array
     waiting_w: Array
     by_intensity: Path
-    """The setting that the roofline alone gives each operation (see `_by_intensity`)."""
+    """The roofline alone gives each operation this setting (see `_by_intensity`)."""
 
     def problem(self, *, switch_s: float, max_slowdown: float) -> OperationsProblem:
         bound_s = (1.0 + max_slowdown) * float(self.time_s[:, 0].sum())

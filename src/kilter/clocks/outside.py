@@ -48,11 +48,11 @@ LOOKS_PER_PERIOD = 3
 RECHECK_PERIODS = 10
 SAME_PERIOD = 0.02
 SAME_POWER = 0.05
-"""After an alarm: iterations that take as long, and as much power, are the same ones."""
+"""After an alarm, iterations that take as long, and as much power, are the same ones."""
 WATCHED_WARM_BLOCKS = 1
-"""Before the first probe: the observation has told what there is to learn."""
+"""So many blocks run before the first probe: the observation has told what there is to learn."""
 LOST_BLOCKS = 3
-"""Blocks in a row without recognisable iterations after which nothing more is tried."""
+"""After so many blocks in a row without recognisable iterations nothing more is tried."""
 
 Readings = Generator[None, None, None]
 """What waits for further readings of the sensors."""
@@ -117,7 +117,7 @@ class Observer:
         self._goal = goal
         self._tell = tell
         self.detection: Detection | None = None
-        """The last verdict."""
+        """It is the last verdict."""
         self.verdict: str | None = None
         """Why nothing can be governed, as told; None: there is a period, or it is too early."""
 
@@ -233,7 +233,7 @@ class OutsideConductor:
         self._begin_s = 0.0
         """The present block began then."""
         self._usual_s: dict[Setting, float] = {}
-        """Iteration time under a setting, as far as seen."""
+        """An iteration takes this under a setting, as far as seen."""
         self.number = first_number
         """The present block has this number."""
         self.iterations = 0

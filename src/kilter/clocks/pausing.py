@@ -25,7 +25,7 @@ BLIND_S = 1.0
 BLIND_PERIODS = 10
 """Sensors without a reading for the longer of the two cannot show the end of a pause."""
 REMEMBERED = 16
-"""Pauses; a block is judged before there are more."""
+"""So many pauses are kept; a block is judged before there are more."""
 
 
 class PausingActuator(DeviceActuator):
@@ -44,11 +44,11 @@ class PausingActuator(DeviceActuator):
         self._wanted = Setting()
         """What the conductor has asked for last."""
         self._seen: tuple[Sample | None, int] = (None, -1)
-        """The reading, and the iteration, that were looked at last."""
+        """The reading and the iteration are those that were looked at last."""
         self._down: tuple[float, int] = (0.0, -1)
         """When the clock went down, and in which iteration."""
         self._low: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
-        """From when until when it was not what the conductor had asked for."""
+        """It says from when until when the clock was not what the conductor had asked for."""
         self._lost: dict[int, float] = {}
 
     def govern(self, lease: Lease, plan: PausePlan | None) -> None:

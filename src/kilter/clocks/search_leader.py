@@ -135,7 +135,7 @@ class HeldLines:
         self._pair: int | None = None
         self._pair_due = True
         self.left_out = 0
-        """Iterations without a line since the last one."""
+        """So many iterations since the last line have none."""
 
     def due(self, order: Order, iterations: int, now_s: float) -> bool:
         due = order.phase is not Phase.HOLD

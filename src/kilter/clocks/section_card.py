@@ -14,7 +14,7 @@ from kilter.device.sim.profile import Profile
 from kilter.model.power import LEAKAGE_AT_C
 
 LEVELS = 6
-"""Clocks that are planned with, in equal ratios from the highest to the lowest."""
+"""So many clocks are planned with, in equal ratios from the highest to the lowest."""
 LEAST_MEMORY_SHARE = 0.5
 """Clocks below this share of the highest memory clock are for idle GPUs, with few SM clocks."""
 

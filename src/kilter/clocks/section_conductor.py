@@ -51,7 +51,7 @@ STEP_S = 0.002
 """How often the marker is looked at while there are commands to send. Where its time stands beside
 it, a late look delays only the commands that are due at once."""
 FINE_STEP_S = 0.0002
-"""The same about the time at which a marker without a time is expected."""
+"""It is looked at this often about the time at which a marker without a time is expected."""
 NEAR_SHARE = 0.05
 """So many lengths of an iteration, but at least two steps, are near to that time."""
 IDLE_STEP_S = 0.05
@@ -64,7 +64,7 @@ UNSURE_S = 0.005
 """A marker whose time is less well known counts for nothing: this process had no processor."""
 RATE_WINDOW_S = 1.0
 MOST_LOG_BYTES = 1 << 28
-"""A month of commands; what is sent later is not written down."""
+"""A month of commands takes so much; what is sent later is not written down."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -72,11 +72,11 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     log: str
     backend: str
-    """`nvml`, `sim`, or empty: no device is opened."""
+    """It is `nvml` or `sim`, or empty: no device is opened."""
     sets: bool = True
-    """False: a dry run, in which a device is only read."""
+    """It is False in a dry run, in which a device is only read."""
     device: str = ""
-    """UUID of the GPU, or name of the simulated one."""
+    """It is the UUID of the GPU, or the name of the simulated one."""
     program: int
     """It is the process id of the program."""
 
@@ -87,7 +87,7 @@ class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     schedule: CommandSchedule
     arms: tuple[ScheduleArm, ...] = ()
     waits: WaitPlan | None = None
-    """None: nothing is done about long waits."""
+    """It is None if nothing is done about long waits."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -112,7 +112,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     restored: bool
     refused: str | None = None
     cpu_s: float | None = None
-    """Processor time that this process took; None: it did not say."""
+    """This process took so much processor time; None: it did not say."""
 
 
 Orders = Begin | Follow | Stop
@@ -144,12 +144,12 @@ class _Pending(NamedTuple):
     iteration: int
     command: Command
     marker_s: float | None
-    """The time of the marker that `due_s` was reckoned from."""
+    """`due_s` was reckoned from the marker at this time."""
     schedule: CommandSchedule
 
 
 INTERVALS = 9
-"""Times between markers of which the median is the time to the next one."""
+"""The time to the next marker is the median of so many times between markers."""
 
 
 class SectionConductor:
@@ -177,7 +177,7 @@ class SectionConductor:
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         self._calls: deque[float] = deque()
         self._lowered = 1
-        """Calls that the low clocks took, and that putting them back takes."""
+        """The low clocks took so many calls, and putting them back takes as many."""
         self._low_until_s: float | None = None
 
     @property

@@ -49,7 +49,7 @@ class TryBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An order: blocks one after the other."""
 
     first: int
-    """The iteration end with which the first one begins."""
+    """The first one begins with this iteration end."""
     arms: tuple[Depths, ...]
 
     @property

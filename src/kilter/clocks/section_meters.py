@@ -12,7 +12,7 @@ from kilter.model.stats import stalled
 from kilter.observe.end_times import Iteration
 
 KEPT_ITERATIONS = 4096
-"""Iterations; an order has fewer."""
+"""So many iterations are kept; an order has fewer."""
 
 Arms = Sequence[tuple[int, Sequence[int]]]
 

@@ -51,7 +51,7 @@ START_S = 60.0
 STOP_S = 5.0
 """How long the end of the program waits for the found clock; the watcher does not give up then."""
 RECENT = 1000
-"""Commands that are kept to be held against the next window."""
+"""So many commands are kept to be held against the next window."""
 _COMMANDED = msgspec.json.Decoder(Commanded)
 _ANSWERS = msgspec.json.Decoder(Answers)
 
@@ -120,9 +120,9 @@ class Conducting:
         self._off: list[float] = []
         self.sets = run.info.can_set and not run.dry_run
         self.restored: bool | None = None
-        """At the end: what was found is back."""
+        """It says at the end whether what was found is back."""
         self.cpu_s: float | None = None
-        """At the end: processor time of the conductor."""
+        """At the end, the conductor has taken so much processor time."""
         simulated = run.info.backend == "sim"
         self._process: SectionProcess | None = SectionProcess(
             marker,

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 WINDOW_ITERATIONS = 10
 GPU_WINDOW_ITERATIONS = 5
-"""On a GPU, whose times vary less; the first one is not used, since earlier work may be under way.
-"""
+"""A window has so many on a GPU, whose times vary less; the first one is not used, since earlier
+work may be under way."""
 WINDOW_SHARE = 0.005
 """Windows may take this share of the program's time; the next one waits for that."""
 CHECK_ITERATIONS = 200
-"""Fewest iterations from one window to the next, while nothing changes."""
+"""At least so many iterations lie between one window and the next, while nothing changes."""
 
 
 class SectionWindows:
@@ -34,7 +34,7 @@ class SectionWindows:
         self.why_not = ""
         self._window: Window | None = None
         self._next = 0
-        """The iteration end from which on the next window may open."""
+        """The next window may open from this iteration end on."""
 
     @property
     def open(self) -> bool:

@@ -66,12 +66,12 @@ class Board:
         self.gpus, self._policy, self._period_s = tuple(gpus), policy, period_s
         self._records: dict[int, _Record] = {}
         self._gone: dict[int, int] = {}
-        """The last report of each job that is forgotten: it stays in the store."""
+        """It has the last report of each job that is forgotten: the report stays in the store."""
         self._alone_since: tuple[int, int] | None = None
         self._decided_s: float | None = None
         self._drawn_s: float | None = None
         self.history = dict(history or {})
-        """Run-alone times of earlier runs, and what was seen in this one."""
+        """It holds run-alone times of earlier runs, and what was seen in this one."""
         self.probes = Probes()
         self.energy = EnergyAccount(len(self.gpus))
         self.decisions: list[Made] = []

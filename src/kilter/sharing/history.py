@@ -13,7 +13,7 @@ from kilter.core.errors import FileError
 _MOST_JOBS = 1000
 
 AloneTimes = dict[str, float]
-"""Job (see `job_key`) -> seconds."""
+"""It maps a job (see `job_key`) to seconds."""
 
 
 def job_key(name: str, global_batch: int, ranks: int) -> str:

@@ -57,7 +57,7 @@ class DaemonLink(threading.Thread):
         self._ratios: Ratios | None = None
         self._proposals = 0
         self._paused: int | None = None
-        """The iteration of the last pause."""
+        """The last pause was at this iteration."""
 
     def run(self) -> None:
         self._guard.run(self._follow)

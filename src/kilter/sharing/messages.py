@@ -22,13 +22,14 @@ class RankStatus(msgspec.Struct, frozen=True):
     steps: int
     step_s: float
     work_s: float
-    """From the beginning of a step until the rank's last gradient is ready."""
+    """A step needs this from its beginning until the rank's last gradient is ready."""
     comm_s: float
-    """From then until the gradients of all ranks are summed up; the wait for slower ones too."""
+    """From then it takes this until the gradients of all ranks are summed up; the wait for slower
+    ones is in it, too."""
     reserved_bytes: int | None = None
-    """GPU memory that the rank's process holds for tensors."""
+    """The rank's process holds so much GPU memory for tensors."""
     free_bytes: int | None = None
-    """GPU memory that nobody holds."""
+    """Nobody holds so much GPU memory."""
     ended_s: float | None = None
     """When the iteration ended, on the machine's monotonic clock."""
 
@@ -56,7 +57,7 @@ class Identity(msgspec.Struct, frozen=True):
     max_slowdown: float | None = None
     """What lower clocks may cost the job, given by the user."""
     ratios: Ratios | None = None
-    """By rank: to begin with, and in a report those in force."""
+    """They go by rank: to begin with, and in a report those in force."""
     probe: bool = False
     """Whether the user wants the run-alone time to be measured, while the other jobs pause."""
 
@@ -101,7 +102,7 @@ class JobSummary(msgspec.Struct, frozen=True):
     """It is as fitted so far."""
     note: str | None = None
     energy_j: float | None = None
-    """The job's part of what the meters of its GPUs have counted."""
+    """It is the job's part of what the meters of its GPUs have counted."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -118,7 +119,7 @@ class Summary(msgspec.Struct, frozen=True):
     energy_j: tuple[float | None, ...] = ()
     """What the meter of each GPU has counted since the daemon began."""
     free_bytes: tuple[int | None, ...] = ()
-    """Memory of each GPU that nobody holds."""
+    """Nobody holds so much memory of each GPU."""
     clocks: str | None = None
     """What the clocks of the GPUs are, and why; None if nobody looks after them."""
     unshared_energy_j: float = 0.0

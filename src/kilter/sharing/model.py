@@ -28,8 +28,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 _ROUNDS = 100
 _TOLERANCE = 1e-5
 _SWITCHING = 0.15
-"""By how much longer all work on a GPU takes once processes take turns there. Fitted to ten pairs
-of networks on an H100 (2026-11-25): 0.149 to 0.151."""
+"""All work on a GPU takes so much longer once processes take turns there. It was fitted to ten
+pairs of networks on an H100 (2026-11-25): 0.149 to 0.151."""
 
 
 class JobCost(msgspec.Struct, frozen=True):
@@ -38,13 +38,14 @@ class JobCost(msgspec.Struct, frozen=True):
     sample_s: float
     """One sample takes this on a GPU."""
     fixed_s: float = 0.0
-    """GPU time of each active rank whatever its samples (kernel launches, the optimizer)."""
+    """Each active rank takes this GPU time whatever its samples (kernel launches, the
+    optimizer)."""
     host_s: float = 0.0
-    """Time of the host (data loading, Python). Without `on_gpu`: in which no GPU of the job works;
-    with it: in which the host launches a step, while the GPU works. Then a step takes the root of
+    """The host needs this time (data loading, Python). Without `on_gpu` no GPU of the job works in
+    it; with it, the host launches a step in it, while the GPU works. Then a step takes the root of
     the sum of the squares of both times: a smooth maximum."""
     comm_s: float = 0.0
-    """Exposed communication of a step with more than one active rank."""
+    """A step with more than one active rank has so much exposed communication."""
     contention: float = 1.0
     """How much a neighbour that is always there delays: 1 is fair time slicing, 0 nothing."""
     on_gpu: bool = False
@@ -145,14 +146,15 @@ class Observation(msgspec.Struct, frozen=True):
 
     samples: tuple[int, ...]
     compute_s: tuple[float, ...]
-    """Per GPU: the step without communication and without the wait for other ranks."""
+    """On each GPU the step takes this without communication and without the wait for other
+    ranks."""
     step_s: float
     pressure: tuple[float, ...]
-    """Per GPU: mean number of other jobs' kernels there (their residence over their step)."""
+    """Each GPU has this mean number of other jobs' kernels (their residence over their step)."""
 
 
 _OBSERVATIONS = 16
-"""Ratios of which the times are kept."""
+"""The times of so many ratios are kept."""
 
 
 def observe(

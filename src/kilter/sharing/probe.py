@@ -33,9 +33,9 @@ class _Under(msgspec.Struct):
     before: Ratios | None
     """It is the job's ratio, by rank."""
     still: dict[int, tuple[int, float]] = {}
-    """Another job -> its iteration, and since when."""
+    """It maps another job to its iteration, and since when."""
     mark: tuple[int, float] | None = None
-    """The iteration from which on the job was alone, and when that ended."""
+    """The job was alone from this iteration on, which ended at this time."""
 
 
 class Probes:

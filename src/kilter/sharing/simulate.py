@@ -59,7 +59,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratios: Ratios | None = None
     """The ratio it begins with; the most even one that fits if absent."""
     alone_step_s: float | None = None
-    """Time of a step with the machine to itself; from `cost` at an even split if absent."""
+    """A step takes this with the machine to itself; if absent, it comes from `cost` at an even
+    split."""
     memory: JobMemory | None = None
     min_samples: int = 1
     may_idle: bool = True
@@ -92,7 +93,8 @@ class JobResult(msgspec.Struct, frozen=True):
     alone_source: str
     slowdown: float
     rho: float
-    """Finish-time fairness: time over the time on 1/n of the machine (n: jobs of the file)."""
+    """It is finish-time fairness: time over the time on 1/n of the machine (n: jobs of the
+    file)."""
     samples: int
 
 
@@ -104,7 +106,7 @@ class TimeStretch(msgspec.Struct, frozen=True):
     utilisation: tuple[float, ...]
     ratios: dict[str, Ratios]
     slowdowns: dict[str, float]
-    """Step time over run-alone step time of each job."""
+    """It is the step time over the run-alone step time of each job."""
 
 
 class Made(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 ITERATIONS_AHEAD = 4
-"""Iterations that a rank may begin between its answer and the verdict."""
+"""A rank may begin so many iterations between its answer and the verdict."""
 
 ANSWER_TIMEOUT_S = 120.0
 """After this time without an answer of all ranks a proposal is off."""
@@ -34,7 +34,7 @@ BETWEEN_LOOKS_S = 0.05
 the process of rank 0 and back, 0.1 ms on a quiet host and 2 ms on a busy one."""
 
 HELD = "held"
-"""The key that a rank sets after an error: from then on every proposal is off."""
+"""A rank sets this key after an error: from then on every proposal is off."""
 
 _WAIT = timedelta(seconds=2 * ANSWER_TIMEOUT_S)
 

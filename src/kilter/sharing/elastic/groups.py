@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 MOST_RANKS_WITH_IDLE = 4
-"""Ranks of a job up to which some may be idle: every set of active ranks needs a group."""
+"""Some ranks may be idle in jobs of up to so many: every set of active ranks needs a group."""
 
 
 class Groups:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 WARM_UP_STEPS = 2
-"""Steps of all ranks before anything changes: DDP agrees on its buckets in these."""
+"""All ranks take so many steps before anything changes: DDP agrees on its buckets in these."""
 
 _SEES_NO_MODEL_AFTER = 3
 
@@ -75,7 +75,7 @@ class ElasticJob:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.models: list[Any] = []
-        """Each DistributedDataParallel, or the outermost module of a `fully_shard`."""
+        """It holds each DistributedDataParallel, or the outermost module of a `fully_shard`."""
         self.optimizers: list[Any] = []
         self.others: list[Any] = []
         """They are schedulers and gradient scalers."""
@@ -92,14 +92,15 @@ class ElasticJob:
         self._hooks: list[Any] = []
         self._forwards = self._synced = 0
         self._waiting: set[Any] = set()
-        """Models whose latest backward pass has left its gradients unsummed (`no_sync()`)."""
+        """The latest backward pass of these models has left their gradients unsummed
+        (`no_sync()`)."""
         self.steps = 0
         self.source: _Pass | None = None
-        """The pass that has handed out the latest batch; None for a loader that has no shares."""
+        """This pass has handed out the latest batch; None for a loader that has no shares."""
         self.passes: list[_Pass] = []
-        """Those that have begun and not ended."""
+        """These have begun and not ended."""
         self.divided: _Pass | None = None
-        """The latest one whose batches follow the schedule."""
+        """It is the latest one whose batches follow the schedule."""
         self.losses = Losses(say)
         self._told_uneven = False
 
@@ -538,7 +539,7 @@ class _Pass:
         self._number = 0
         self._trains = False
         self._handed: deque[tuple[int, list[Index]]] = deque()
-        """Handed out to the loader, not yet to the script: (iteration, samples)."""
+        """These were handed out to the loader, not yet to the script: (iteration, samples)."""
         self._position = 0
         self._begun = 0
 

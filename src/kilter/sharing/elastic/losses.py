@@ -32,7 +32,7 @@ _OF_BATCHES = (
 
 _LINEAR = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Unsqueeze")
 _SUM, _MEAN = 2, 1
-"""`reduction` in what autograd saves of a loss."""
+"""These numbers stand for `reduction` in what autograd saves of a loss."""
 _MOST_ELEMENTS = 2**24
 """The models' outputs have at most so many: second derivatives need several times the memory."""
 _MOST_NODES = 10_000
@@ -49,8 +49,8 @@ class Losses:
         """The models gave these for the batch that the script has."""
         self._kinds: set[str] = set()
         self._sums: dict[int, tuple[int, list[float | None]]] = {}
-        """Of the losses with sums, by the number of the backward pass of a batch: its samples, and
-        what each sum would be of ones."""
+        """It has, for the losses with sums, by the number of the backward pass of a batch, its
+        samples, and what each sum would be of ones."""
         self._scaled: dict[int, list[bool]] = {}
         """Which of their terms are sums over samples, once that is settled."""
         self._passes = self._looks = 0

@@ -89,7 +89,7 @@ class _StandIn:
 
 
 _SMALL = 64
-"""Elements up to which a tensor travels inside the outline (step counters live on the CPU)."""
+"""A tensor of up to so many elements travels inside the outline (step counters live on the CPU)."""
 
 
 def _outline(value: Any, big: list[torch.Tensor]) -> Any:

@@ -18,7 +18,7 @@ _jobs = itertools.count()
 
 
 QUESTIONS = ("model", "store", "share")
-"""In the order in which they are asked."""
+"""They stand in the order in which they are asked."""
 
 
 class Votes:

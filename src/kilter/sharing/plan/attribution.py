@@ -15,7 +15,8 @@ from fractions import Fraction
 from kilter.sharing.plan.snapshot import largest_remainder
 
 Presence = Mapping[str, Sequence[float | None]]
-"""Job -> fraction of the time for which its work is on each GPU; None: no process there."""
+"""It maps a job to the fraction of the time for which its work is on each GPU; None: no process
+there."""
 
 
 def split_mj(energy_mj: int, idle_mj: int, busy: Mapping[str, float]) -> dict[str, int]:
@@ -38,7 +39,7 @@ class EnergyAccount:
         self._metered_mj: list[int | None] = [None] * gpus
         self._jobs_mj: collections.Counter[str] = collections.Counter()
         self.unshared_mj = 0
-        """Counted while no job had a process on the GPU."""
+        """It was counted while no job had a process on the GPU."""
 
     def read(self, now_s: float, counters_j: Sequence[float | None], presence: Presence) -> None:
         """Share out what each GPU has used since its last reading. A counter that was lost or has

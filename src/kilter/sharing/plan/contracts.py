@@ -13,7 +13,7 @@ from kilter.core.plan import FREE_MARGIN
 from kilter.sharing.plan.snapshot import Ratios
 
 StepTimes = Mapping[str, float]
-"""Job -> seconds of one step."""
+"""It maps a job to the seconds of one step."""
 
 
 class ContractedJob(msgspec.Struct, frozen=True):

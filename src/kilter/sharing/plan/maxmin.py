@@ -41,23 +41,26 @@ class Caution(msgspec.Struct, frozen=True):
     """When a better prediction is worth a move."""
 
     gain: float = 0.05
-    """The least relative fall of the largest slow-down, or, while that does not rise, of the mean
-    slow-down."""
+    """The largest slow-down, or, while that does not rise, the mean slow-down has to fall by at
+    least this, relatively."""
     cool_down_periods: int = 2
-    """Periods for which a job that was moved is left alone."""
+    """A job that was moved is left alone for so many periods."""
 
 
 _ALL_RATIOS_UP_TO = 4
-"""GPUs up to which every ratio of a job is tried (286 for 4); beyond, moves and even splits."""
+"""Every ratio of a job is tried on up to so many GPUs (286 for 4); beyond, moves and even
+splits."""
 _STEPS = (1, 2, 3, 5)
-"""Tenths that each of two jobs gives the other's GPU in an exchange."""
+"""In an exchange each of two jobs gives so many tenths to the other's GPU."""
 _GRIDS = (1, 2, 5, 10)
-"""Steps in tenths, from the finest, of the ratios of which all combinations are tried."""
+"""All combinations of the ratios in steps of so many tenths are tried, from the finest."""
 _MOST_STATES = 5000
-"""States of all jobs together up to which each is looked at: three jobs on two GPUs have 1331 in
-tenths, five have 243 in halves, and five on four GPUs 3125 in wholes and even splits."""
+"""Each state of all jobs together is looked at where there are up to so many: three jobs on two
+GPUs have 1331 in tenths, five have 243 in halves, and five on four GPUs 3125 in wholes and even
+splits."""
 _CLEARLY = 0.02
-"""Relative difference of largest slow-downs from which another placement of all jobs is taken."""
+"""Another placement of all jobs is taken if the largest slow-downs differ by at least this,
+relatively."""
 _ROUNDS = 20
 _DIGITS = 4
 

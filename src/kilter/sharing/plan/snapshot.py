@@ -13,10 +13,11 @@ from kilter.core.reasons import Reason
 from kilter.sharing.model import JobCost
 
 TENTHS = 10
-"""The tenths of a data ratio that a job has to give out."""
+"""A job has so many tenths of a data ratio to give out."""
 
 Ratios = tuple[int, ...]
-"""Data ratio of a job: its share of the global batch on each GPU of the machine, in tenths."""
+"""The data ratio of a job is its share of the global batch on each GPU of the machine, in
+tenths."""
 
 
 class JobMemory(msgspec.Struct, frozen=True):
@@ -54,23 +55,23 @@ class SharedJob(msgspec.Struct, frozen=True):
     global_batch: int
     ratios: Ratios | None = None
     ranks: tuple[int, ...] | None = None
-    """The GPUs on which the job has a rank; None: on every one."""
+    """The job has a rank on these GPUs; None: on every one."""
     cost: JobCost | None = None
     alone_s: float | None = None
     """A step takes this with the whole machine to itself."""
     progress: Progress = Progress()
     busy: tuple[float, ...] = ()
-    """The fraction of each GPU's time that this job's own work takes."""
+    """This job's own work takes this fraction of each GPU's time."""
     memory: JobMemory | None = None
     min_samples: int = 1
-    """The fewest samples of a rank that is active (more than one for BatchNorm)."""
+    """A rank that is active has at least so many samples (more than one for BatchNorm)."""
     may_idle: bool = True
     """Whether a rank may have ratio 0; not so under FSDP, or for a script with collectives: then
     its ratio is 1 to 10 on each live GPU on which the job has a rank."""
     periods_since_move: int | None = None
-    """Periods since the ratio last changed; None if it never did."""
+    """The ratio last changed so many periods ago; None if it never did."""
     slowdown: float | None = None
-    """Predicted completion over run-alone completion at the observed pace."""
+    """It is predicted completion over run-alone completion at the observed pace."""
 
     def slowdown_at(self, step_s: float) -> float:
         """Predicted completion time over run-alone completion time, if steps take `step_s` from

@@ -44,12 +44,12 @@ from kilter.sharing.plan.snapshot import (
 )
 
 LEAST_SPREAD = 0.1
-"""Largest less smallest slow-down below which nothing moves. The source is not legible here, nor in
-the next one."""
+"""Nothing moves while the largest less the smallest slow-down is below this. The source is not
+legible here, nor in the next one."""
 MOST_GAP = 0.2
 """Above this gap between the most and the least used GPU, load is mended first."""
 LEAST_FALL = 0.05
-"""The least relative fall of the largest slow-down for which jobs get one GPU each."""
+"""Jobs get one GPU each if the largest slow-down falls by at least this, relatively."""
 
 
 def policy(snapshot: Snapshot, *, literal: bool = False) -> tuple[Decision, ...]:

@@ -14,11 +14,13 @@ from typing import Any
 from kilter.core.errors import DeviceError
 
 _PORTABLE, _DEVICE_MAP = 1, 2
-"""Flags of `cuMemHostRegister`: for all contexts of the process; with an address for the GPU."""
+"""With these flags of `cuMemHostRegister` the memory is for all contexts of the process, and has an
+address for the GPU."""
 _CAN_WRITE_64_BITS = 122
 """CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS."""
 _DEFAULT = 0
-"""Flag of `cuStreamWriteValue64`: the write comes after all work before it, behind a fence."""
+"""With this flag of `cuStreamWriteValue64` the write comes after all work before it, behind a
+fence."""
 _LIBRARY = "libcuda.so.1"
 
 _int, _unsigned, _word = ctypes.c_int, ctypes.c_uint, ctypes.c_uint64

@@ -25,7 +25,7 @@ class Iteration:
     timeline: str = "gpu"
     """Whose clock `duration_s` is from: `gpu` or `host`."""
     skipped: int = 0
-    """Optimizer steps that a gradient scaler left out: the interval holds so many more
+    """A gradient scaler left out so many optimizer steps: the interval holds so many more
     iterations, and is not the time of one."""
 
 
@@ -46,7 +46,7 @@ class EndTimes:
 
     def __init__(self) -> None:
         self.device: Any = None
-        """The CUDA device of the last iteration end."""
+        """The last iteration end was on this CUDA device."""
         self.scaled = False
         """A gradient scaler may leave out steps."""
         self._epoch = 0

@@ -21,9 +21,9 @@ from kilter.observe import torch_internals
 CYCLES = 100_000
 """They take 50 us at 2 GHz."""
 AHEAD = 400
-"""Kernels that are launched before their times are read: 20 ms at 2 GHz."""
+"""So many kernels are launched before their times are read: 20 ms at 2 GHz."""
 COMPARED = 20
-"""Kernels by which the clocks are compared; they must not drift apart meanwhile."""
+"""The clocks are compared by so many kernels; they must not drift apart meanwhile."""
 
 
 class SpinKernels:

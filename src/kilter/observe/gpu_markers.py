@@ -22,7 +22,7 @@ class GpuWork(msgspec.Struct, frozen=True, kw_only=True):
 
     launch_s: NDArray[Any]
     launch: NDArray[Any]
-    """Number of the launch: a whole CUDA graph has one."""
+    """It is the number of the launch: a whole CUDA graph has one."""
     end_s: NDArray[Any]
     stream: NDArray[Any]
     computes: NDArray[Any]

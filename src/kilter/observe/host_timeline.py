@@ -27,7 +27,7 @@ GAP_JOINED_S = 1e-3
 _COMPUTE = re.compile(r"aten::|graph_\d+_|cpp_fused")
 _COMMUNICATION = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
 _TICK_S = 1e-9
-"""Apart from each other, ends that count as equal keep their order."""
+"""Ends that count as equal are put so far apart to keep their order."""
 
 
 def read_host_rank(path: Path, ends_s: Mapping[int, float], *, rank: int) -> RankTrace:

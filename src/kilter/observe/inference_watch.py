@@ -24,7 +24,7 @@ NO_INFERENCE = f"{_NO_STEP} no module was called for inference alone; {_DO}"
 NO_BACKWARD = f"{_NO_STEP} no backward ran through what the outermost module returned; {_DO}"
 NOT_ALIKE = f"{_NO_STEP} several ranks have to count their iterations alike; {_DO}"
 _WATCHED_CALLS = 64
-"""Calls of outermost modules after which the search for one that infers ends: the program trains,
+"""After so many calls of outermost modules the search for one that infers ends: the program trains,
 and gathers no gradients of so many batches for one step."""
 
 
@@ -75,10 +75,10 @@ class InferenceWatch(threading.Thread):
         """These are watched, and none else."""
         self._handles: list[Any] = []
         self._outer: dict[int, Any] = {}
-        """Thread -> the outermost module that it is in."""
+        """It maps a thread to the outermost module that the thread is in."""
         self._counts: dict[int, int] = {}
         self._trained: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Module -> how often it was called with gradients, as the outermost."""
+        """It says how often a module was called with gradients, as the outermost."""
         self._calls = 0
 
     def run(self) -> None:

@@ -55,13 +55,13 @@ class IterationClock:
         self._on_iteration_end = on_iteration_end
         self.fence = fence
         self.index = -1
-        """The last iteration end; -1 before the first."""
+        """The last iteration end has this number; -1 before the first."""
         self.source: str | None = None
         """What the iteration ends come from: `optimizer`, `module` or `explicit`."""
         self.why_not: str | None = None
         """Why there are no iteration ends, where that is known."""
         self.cost_s = 0.0
-        """Time spent in our hooks, with what `on_iteration_end` took."""
+        """Our hooks took this time, with what `on_iteration_end` took."""
         self.calls = 0
         self._optimizers = SteppedOptimizers()
         self._times = EndTimes()
@@ -71,13 +71,14 @@ class IterationClock:
         self._waiting: after_import | None = None
         self._watcher: InferenceWatch | None = None
         self.torch_thread: int | None = None
-        """The thread that imported torch; the main thread if it was imported before `start`."""
+        """This thread imported torch; it is the main thread if torch was imported before
+        `start`."""
         self._running = False
         self._threads: dict[int, bool] = {}
-        """Thread in which an optimizer stepped or the program marked -> whether it ever did so
-        outside backward. Backward runs in threads of its own on a GPU."""
+        """It says of each thread in which an optimizer stepped or the program marked whether it
+        ever did so outside backward. Backward runs in threads of its own on a GPU."""
         self._lock = threading.RLock()
-        """Of all that counts iterations: several threads of the program may train at once. A
+        """It guards all that counts iterations: several threads of the program may train at once. A
         signal handler of the program may step an optimizer while its thread holds the lock."""
 
     def start(self) -> None:

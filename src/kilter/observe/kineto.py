@@ -30,12 +30,13 @@ from kilter.observe.trace_events import MOST_US, ON_DEVICE, TraceFile, left_out
 from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
-"""Annotation of a module's forward; the qualified name follows."""
+"""The annotation of a module's forward begins so; the qualified name follows."""
 ITERATION_END = "kilter::iteration_end"
 """The annotation stands, without length, between two iterations."""
 
 Flops = Callable[[str, Sequence[Any], Sequence[Any]], float | None]
-"""`flops(operation, shapes of inputs, values of inputs)`; None for an operation not counted."""
+"""It is called as `flops(operation, shapes of inputs, values of inputs)` and gives None for an
+operation not counted."""
 
 _MERGED_GAP_S = {"gpu": 2e-6, "host": 20e-6}
 """Shorter gaps are added to the next longer one."""
@@ -143,7 +144,7 @@ class _Piece:
     owner: _Owner
     stream: int
     launched: float
-    """Host time, which says to which iteration it belongs."""
+    """This host time says to which iteration it belongs."""
     flops: float = 0.0
     bytes_moved: float = 0.0
     kernels: int = 1
@@ -159,9 +160,11 @@ class _Open:
     busy: bool
     backward: bool
     operation: _Work | None
-    """Bytes: of the innermost operation where kernels tell what it does, else the outermost."""
+    """It has the bytes of the innermost operation where kernels tell what it does, else of the
+    outermost."""
     sized: _Work | None
-    """FLOPs: of the outermost operation that has a formula; those inside are parts of it."""
+    """It has the FLOPs of the outermost operation that has a formula; those inside are parts of
+    it."""
 
     def take(self) -> tuple[float, float]:
         """FLOPs and bytes that no piece of time has taken yet."""
@@ -204,9 +207,9 @@ class _Trace:
         self._breathe = breathe
         self._threads: defaultdict[int | str, _Thread] = defaultdict(_Thread)
         self._forward: dict[int, str] = {}
-        """Sequence number of an operation in the forward pass -> its owner's name."""
+        """It maps the sequence number of an operation in the forward pass to its owner's name."""
         self._launched: dict[int, tuple[float, _Open | None]] = {}
-        """Correlation id -> when, and inside which event, a kernel was launched."""
+        """It says, by correlation id, when, and inside which event, a kernel was launched."""
         self._pieces: dict[int | str, list[_Piece]] = defaultdict(list)
         self._waits: list[Interval] = []
         if not self._host and not self._device_events:

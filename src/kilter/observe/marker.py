@@ -20,7 +20,7 @@ from kilter.core.own_file import OwnFile
 
 _NUMBER, _TIME = 0, 1
 NONE = -1
-"""In place of a number, before the first iteration end."""
+"""It stands in place of a number, before the first iteration end."""
 
 
 class Marker:

@@ -15,7 +15,7 @@ from typing import Any
 from kilter.observe import torch_internals
 
 StepListener = Callable[[Any, Any, Any], object]
-"""Called with the optimizer, and the positional and the keyword arguments of its step."""
+"""It is called with the optimizer, and the positional and the keyword arguments of its step."""
 
 
 class _Steps:
@@ -25,9 +25,9 @@ class _Steps:
         self._after: dict[int, StepListener] = {}
         self._handles: list[Any] = []
         self._inside = 0
-        """Calls of our hooks that have not returned."""
+        """So many calls of our hooks have not returned."""
         self._threads: set[int] = set()
-        """Those that have stepped: each may be on its way through torch's tables."""
+        """These threads have stepped: each may be on its way through torch's tables."""
 
     def listen(
         self, before: StepListener | None, after: StepListener | None, first: bool

@@ -64,7 +64,7 @@ class WindowState(enum.Enum):
     OPEN = "open"
     SHUTTING = "shutting"
     HELD = "held"
-    """A patient window's: the program is not over, and nothing is written before it is."""
+    """A patient window is held: the program is not over, and nothing is written before it is."""
     SAVING = "saving"
     SAVED = "saved"
     DONE = "done"
@@ -128,9 +128,9 @@ class Window:
         """Why it ends, or has ended, without a trace."""
         self.costs_s: dict[str, float] = {}
         self.opened_at = 0
-        """The iteration end at which it opened."""
+        """It opened at this iteration end."""
         self.ends_s: dict[int, float] = {}
-        """The iteration ends in the trace, by number: `time.monotonic()`."""
+        """It has the iteration ends in the trace, by number, as times of `time.monotonic()`."""
         self._profile: Any = None
         self._guard: _Guard | None = None
         self._file: Path | None = None
@@ -394,7 +394,7 @@ class _Outside:
         self._handle: Any = None
         self._lock = threading.RLock()
         self.module: Any = None
-        """The module whose forward begins, while a function that was left is called there."""
+        """This module's forward begins, while a function that was left is called there."""
 
     @property
     def here(self) -> bool:

@@ -220,20 +220,20 @@ class _Timeline:
         self._device, self._stream = array("l"), array("l")
         self._correlation, self._external = array("q"), array("q")
         self._names: dict[str, tuple[int, int, str]] = {}
-        """Name of a kernel -> its number, kind and operation."""
+        """It maps the name of a kernel to the kernel's number, kind and operation."""
         self._labels: dict[Any, int] = {}
-        """Streams and devices by number: writers use numbers and texts."""
+        """It numbers streams and devices: writers use numbers and texts."""
         self._pieces: list[_Piece] = []
         self._launch_us, self._launched = array("d"), array("q")
         self._host_steps: dict[int, tuple[float, float]] = {}
         self._gpu_steps: dict[int, tuple[float, float]] = {}
         self._iteration_ends_us: list[float] = []
         self._impossible: Counter[str] = Counter()
-        """Names of events whose times cannot be."""
+        """It counts, by name, the events whose times cannot be."""
         self._c10d: dict[int, tuple[str, Args | None]] = {}
-        """External id -> name and arguments of an operation of c10d."""
+        """It maps an external id to the name and arguments of an operation of c10d."""
         self._transfers: list[tuple[float, Args]] = []
-        """Those of them that send or receive, with their times."""
+        """These of them send or receive, with their times."""
 
     def add(self, event: RawEvent) -> None:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIKE_SHARE = 0.95
-"""Share of the kernels that neighbouring iterations have in common."""
+"""Neighbouring iterations have at least this share of the kernels in common."""
 FOREIGN_EVENTS = 0.02
-"""Share of the kernels at both ends that no iteration has."""
+"""At most this share of the kernels at both ends is in no iteration."""
 LEAST = 8
 """Fewer kernels than this are no iteration."""
 _CANDIDATES = 32
-"""Anchors tried."""
+"""So many anchors are tried."""
 _WINDOW = 32
-"""Kernels compared when the beginning of an iteration is looked for."""
+"""So many kernels are compared when the beginning of an iteration is looked for."""
 
 Kernels = NDArray[Any]
 

@@ -53,11 +53,11 @@ class Sampler:
         self._stopped = False
         self._thread: threading.Thread | None = None
         self.cost_s = 0.0
-        """Time spent in calls of the device."""
+        """Calls of the device took this time."""
         self.late = 0
-        """Samples that came after the next one was due."""
+        """So many samples came after the next one was due."""
         self.why_ended: str | None = None
-        """The device's error that ended the sampling, if one did."""
+        """This error of the device ended the sampling, if one did."""
 
     def start(self) -> None:
         """Sample from now on, in a daemon thread. Device errors end up in `why_ended`."""

@@ -23,7 +23,8 @@ LONG_S = 10.0
 ends that are known to lie on ticks are good from `SHORT_S` on."""
 SHORT_S = 1.0
 DISAGREEMENT = 0.05
-"""Counter and integral further apart than this: one of them is wrong, and people should know."""
+"""If counter and integral are further apart than this, one of them is wrong, and people should
+know."""
 _KEPT = 72_000
 """So many samples are two hours at ten a second, at least."""
 _HOLE_PERIODS = 5.0
@@ -45,7 +46,7 @@ class SensorRecord:
         self._samples: list[Sample] = []
         self._readings: deque[_Reading] = deque(maxlen=_KEPT)
         self._lock = threading.Lock()
-        """Held while the lists change or are copied."""
+        """It is held while the lists change or are copied."""
         self._methods: set[str] = set()
         self._compared_j = [0.0, 0.0]
         """Energies that both witnesses know sum up to these: by the counter, by the integral."""

@@ -30,9 +30,9 @@ class Cycle:
         self._steps = 0
         """The leader has made so many steps since it leads."""
         self._seen: dict[int, tuple[int, int]] = {}
-        """Optimizer -> `changed` and `_steps` at its last step."""
+        """It has `changed` and `_steps` as they were at each optimizer's last step."""
         self._since: dict[int, int] = {}
-        """Steps of the others since the leader's last one."""
+        """The others made so many steps since the leader's last one."""
         self._patience = 0
         """So many steps of another without one of the leader end its lead."""
 
@@ -72,7 +72,7 @@ class SteppedOptimizers:
     def __init__(self) -> None:
         self._cycle = Cycle()
         self._devices: dict[int, Any] = {}
-        """id(optimizer) -> the CUDA device of its parameters, or None."""
+        """It maps `id(optimizer)` to the CUDA device of its parameters, or None."""
         self._shapes: list[str] = []
         """They are those of the parameters that are stepped here, with their types."""
 

@@ -15,9 +15,10 @@ from kilter.observe.profiler_window import Window, WindowState
 from kilter.observe.run_files import RunFiles
 
 OPENS_AT = 10
-"""Iteration end at which the window opens: by then caches and tuners have settled."""
+"""The window opens at this iteration end: by then caches and tuners have settled."""
 SLOW_ITERATIONS = 3
-"""From the iteration end at which the window opens to the last one that is slow because of it."""
+"""So many iteration ends lead from the one at which the window opens to the last one that is slow
+because of it."""
 ABANDON_S = 30.0
 """After an error of ours: how long the program may take to reach the point where a profiler that is
 on can be switched off."""
@@ -43,7 +44,7 @@ class TraceSource:
         self._due = False
         """The trace of `_window` has not been read yet."""
         self._observing: Window | None = None
-        """The last of the further windows."""
+        """It is the last of the further windows."""
         self._failed: str | None = None
         """How the script has ended, where that was early."""
         self.trace: IterationTrace | None = None

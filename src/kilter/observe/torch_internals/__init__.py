@@ -41,8 +41,8 @@ class Internal(NamedTuple):
     without: str
     """What kilter does in a PyTorch that has no such name."""
     versions: str = SUPPORTED
-    """In which it is there, of those that kilter supports. 2.8.0, 2.11.0 and 2.15.0 (builds with
-    CUDA) and 2.13.0 (without) have all names."""
+    """It is there in these versions, of those that kilter supports. 2.8.0, 2.11.0 and 2.15.0
+    (builds with CUDA) and 2.13.0 (without) have all names."""
     replaced: bool = False
     """kilter puts a function of its own in its place for a time, so it is looked up each time."""
     only_cuda: bool = False
@@ -50,11 +50,11 @@ class Internal(NamedTuple):
 
 
 COMPILER = "torch._dynamo"
-"""The module whose import says that the program may compile."""
+"""The import of this module says that the program may compile."""
 COMPILATIONS = "torch._dynamo.callback"
 COMPILED_MODULES = "torch._dynamo.eval_frame"
 SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch._functorch.partitioners")
-"""Imported by programs that compile; `missing()` only looks whether their files are there."""
+"""Programs that compile import these; `missing()` only looks whether their files are there."""
 
 TABLE = {
     # What is executed now
@@ -219,7 +219,7 @@ ATTRIBUTES = {
     "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }
-"""Private attributes of PyTorch's objects, which are read where they are needed."""
+"""These private attributes of PyTorch's objects are read where they are needed."""
 SAVED_BY_NODES = ("_saved_", "_raw_saved_")
 """How attributes of a graph's nodes begin that hold arguments and results of the operation.
 PyTorch documents the prefixes, not the names; a node without one has no recipe."""

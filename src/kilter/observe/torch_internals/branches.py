@@ -31,7 +31,7 @@ write_count: Callable[[Tensor], int] = attrgetter("_version")
 MODULE_DICTIONARIES = ("_parameters", "_buffers", "_modules")
 CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OTHER_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name and name not in CALL_HOOKS)
-"""Hooks of saving and loading, and marks that belong to `CALL_HOOKS`."""
+"""These are hooks of saving and loading, and marks that belong to `CALL_HOOKS`."""
 
 GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
     _modules._global_forward_pre_hooks,
@@ -39,7 +39,7 @@ GLOBAL_HOOKS: tuple[dict[int, Callable[..., Any]], ...] = (
     _modules._global_backward_pre_hooks,
     _modules._global_backward_hooks,
 )
-"""Hooks that run for every module of the process."""
+"""These hooks run for every module of the process."""
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -25,11 +25,11 @@ class Partitioner:
     def __init__(self, ask: Callable[..., list[Any]]) -> None:
         self._ask = ask
         self._plain: Any = None
-        """The partitioner's own function; None: ours is not in its place."""
+        """It is the partitioner's own function; None: ours is not in its place."""
         self._theirs: list[tuple[Any, str, Any]] = []
-        """Settings of the program's, while ours are in their place."""
+        """It holds settings of the program's, while ours are in their place."""
         self._usual = 0
-        """Frames that cannot be compiled, of all that the program calls."""
+        """So many frames cannot be compiled, of all that the program calls."""
         self._before = 0
 
     def enter(self) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 MAPS = (8, 8, 24)
-"""Sides of template 1, template 2 and search map, in the order of their tokens."""
+"""These are the sides of template 1, template 2 and search map, in the order of their tokens."""
 TOKENS = sum(side * side for side in MAPS)
 WINDOWS = (1, 2, 4, 8, 1, 2, 4, 8)
 WIDTH, HEADS, HIDDEN, LAYERS = 256, 8, 2048, 6
@@ -414,7 +414,7 @@ class BranchWorkload:
     build: Callable[[], Any]
     inputs: Callable[[torch.Generator], tuple[Any, ...]]
     published: Callable[[], Any] | None = None
-    """The same with the host traps of the published code, where there is one."""
+    """It builds the same with the host traps of the published code, where there is one."""
 
 
 def _image(*shape: int) -> Callable[[torch.Generator], tuple[Any, ...]]:

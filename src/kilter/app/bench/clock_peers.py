@@ -188,7 +188,8 @@ def mf_gpoeo(run: PeerRun, bound: float) -> Setting:
 
 
 GEEPAFS_PROBES = (1.0, 0.87, 0.75, 0.62)
-"""The four clocks that GEEPAFS probes on a V100 (1530, 1335, 1147, 952 MHz), over the highest."""
+"""GEEPAFS probes four clocks on a V100 (1530, 1335, 1147, 952 MHz); these are they, over the
+highest."""
 
 
 def geepafs(run: PeerRun, bound: float) -> Setting:

@@ -66,7 +66,7 @@ HOUR_ITERATIONS = 12_000
 
 
 OUTLIERS = 0.02
-"""Probability that an iteration is one."""
+"""An iteration is one with this probability."""
 
 
 class OutOfTime(Exception):
@@ -133,7 +133,8 @@ class Replay:
 
 
 BenchPolicy = Callable[[Replay, Goal, int, Sequence[RecordedWorkload]], Setting]
-"""(the run, the goal, the seed, the other workloads of the same card) -> the chosen setting."""
+"""It takes the run, the goal, the seed, and the other workloads of the same card, and gives the
+chosen setting."""
 
 
 def space(workload: RecordedWorkload) -> Space:
@@ -242,8 +243,8 @@ class PolicyResult:
     iterations: int
     probe_energy_j: float
     search_cost: float | None
-    """Energy of the search beyond that of as many iterations at the choice, over what a job of
-    `HOUR_ITERATIONS` saves; None where nothing is saved."""
+    """The search used so much energy beyond that of as many iterations at the choice, over what a
+    job of `HOUR_ITERATIONS` saves; None where nothing is saved."""
     lost: str
     """Why the saving is less than the oracle's: the best setting's slowdown is not worth its saving
     ("price"), it was tested and not taken ("test"), probed and not tested ("probe"), or neither

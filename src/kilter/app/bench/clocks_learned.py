@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kilter.app.bench.clocks import Replay
 
 FOLDS = 5
-"""In which the other workloads are left out to see whether the model is worth using."""
+"""The other workloads are left out in so many folds to see whether the model is worth using."""
 ANOTHER_SEED = 7_919
 """The earlier run of a job has noise of its own."""
 

@@ -81,10 +81,10 @@ class DriftRow:
     false_alarms: int
     """Alarms came before anything had changed."""
     quiet_h: float
-    """Until the change or a false alarm, with blocks of `BLOCK_S`."""
+    """So many hours passed until the change or a false alarm, with blocks of `BLOCK_S`."""
     noticed: int
     median_blocks: float | None
-    """From the change to the alarm, where it was noticed."""
+    """The alarm came so many blocks after the change, where it was noticed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -419,8 +419,8 @@ FAULT_TABLES: tuple[tuple[Callable[[Path], Box], FaultTables], ...] = (
     (partial(DaemonBox, cards=2), (daemon_faults.DAEMON_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS)),
     (SectionBox, (SECTION_ACCIDENTS, RANDOM_SECTION_ACCIDENTS)),
 )
-"""With a job alone; with `kilter daemon` and two cards; with a program whose conductor sets its
-card, and a card for each of its ranks."""
+"""The first is with a job alone, the second with `kilter daemon` and two cards, the third with a
+program whose conductor sets its card, and a card for each of its ranks."""
 
 
 def run(args: argparse.Namespace) -> int:

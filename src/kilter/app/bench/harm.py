@@ -78,10 +78,10 @@ class OptionSet:
     """One way to run a program under kilter."""
 
     how: str
-    """`run` or `govern`."""
+    """It is `run` or `govern`."""
     options: tuple[str, ...]
     stand_in: tuple[str, ...] = ()
-    """Own options of `kilter.testing.stand_in`; meaningless on a GPU."""
+    """These are options of `kilter.testing.stand_in` itself; they are meaningless on a GPU."""
     fake_nvml: bool = False
 
     def command(self, program: Path, out: Path) -> list[str]:
@@ -112,7 +112,7 @@ OPTION_SETS: dict[str, OptionSet] = {
 """`recompute`: the link is so slow that tensors are recomputed. `state`: the CPU's memory counts as
 a GPU's, so that gradients, optimizer state and weights make room too. `nvml`: a fake card."""
 RECOMPUTE_VARIABLE = "KILTER_RECOMPUTE"
-"""Environment variable: what the governed runs recompute."""
+"""This environment variable says what the governed runs recompute."""
 USUAL = ("energy", "dry-run", "memory", "recompute", "all", "govern")
 
 
@@ -127,14 +127,14 @@ class Case:
     run: tuple[str, ...] = USUAL
     """Names of option sets."""
     expect: dict[str, Any] | None = None
-    """For a program that itself runs jobs under kilter: the facts that it must find."""
+    """A program that itself runs jobs under kilter must find these facts."""
     not_compared: tuple[str, ...] = ()
     ends: tuple[str, ...] = ("0",)
     """How the plain program may end; else the row proves nothing."""
     within_s: float = WITHIN_S
     more_mib: int = MORE_MIB
     close: tuple[int, ...] = ()
-    """Descriptors that are closed when the program starts."""
+    """These descriptors are closed when the program starts."""
     cold: bool = False
     """Whether it sees how its interpreter was started."""
     mmap: bool = False
@@ -152,7 +152,7 @@ CONSTANTS = {
     "COLD": "cold",
     "MMAP": "mmap",
 }
-"""Constant of a program -> field of `Case`."""
+"""It maps a constant of a program to a field of `Case`."""
 
 
 def read_case(path: Path) -> Case:
@@ -194,12 +194,12 @@ class ProgramOutcome:
     exit: str
     stdout: str
     stderr: tuple[str, ...]
-    """Without the lines that begin with `kilter`, which are ours."""
+    """It lacks the lines that begin with `kilter`, which are ours."""
     facts: dict[str, Any]
     files: dict[str, str]
-    """Path below the working directory -> hash."""
+    """It maps a path below the working directory to its hash."""
     settings: int
-    """Calls that would have changed a setting of the (fake) GPU."""
+    """So many calls would have changed a setting of the (fake) GPU."""
     errors: tuple[str, ...]
     """The run's own record tells these errors of kilter."""
     work: str

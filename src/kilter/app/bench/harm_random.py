@@ -40,11 +40,12 @@ BATCH_S = 400.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MIN_BYTES = 256
 CHOICE_STEPS, CHOICE_MEASURED = 60, 2
-"""With `--recompute auto`: the iterations of a program, and how many of each way are measured, so
-that one is chosen before the program ends."""
+"""With `--recompute auto` a program has so many iterations, and so many of each way are measured,
+so that one is chosen before the program ends."""
 LINKS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
-"""Speed of the link in bytes per second, and whether the CPU's memory counts as a GPU's, so that
-gradients, optimizer state and weights move too. Program number `s` runs in way `s % 4`."""
+"""Each has the speed of the link in bytes per second, and whether the CPU's memory counts as a
+GPU's, so that gradients, optimizer state and weights move too. Program number `s` runs in way `s %
+4`."""
 
 
 # Drawing a program ------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ class Compared:
 
     seed: int
     difference: str
-    """Empty if there is none."""
+    """It is empty if there is none."""
     planned: bool
     recomputed: bool
     unnamed: bool

@@ -172,7 +172,7 @@ LAYERS: dict[str, tuple[str, str]] = {
     "hooked": ("", "scaled(self.a(x).exp().clamp(max=5.0))"),
     "power": ("", "(x.abs() + 1).sqrt() * self.scale ** 2"),
 }  # fmt: skip
-"""Name -> what the block has besides, and what its forward returns."""
+"""Under each name it has what the block has besides, and what its forward returns."""
 
 HELPERS = '''
 

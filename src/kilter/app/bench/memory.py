@@ -34,7 +34,7 @@ examples:
   kilter bench memory --operations 992,4992 --ratios 2.5,8 --budgets 0.3 --json
 """
 OF_A_LAYER = 8
-"""Operations of a layer; their times and sizes are drawn once and repeated."""
+"""A layer has so many operations; their times and sizes are drawn once and repeated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ examples:
 LATENCIES_S = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)
 DEVICES = ("rtx3080ti", "v100", "a100")
 ELEMENT_BYTES = {"a100": 2, "h200": 2}
-"""Profiles that were fitted with bfloat16 FLOPs; the others with float32."""
+"""These profiles were fitted with bfloat16 FLOPs; the others with float32."""
 _NAMES = {
     "default": "default",
     "best_static": "best single setting",
@@ -71,7 +71,7 @@ class Useless(msgspec.Struct, frozen=True, kw_only=True):
     training: bool
     strategy: str
     from_switch_latency_s: float | None
-    """None: it is still better at the longest latency."""
+    """It is None if it is still better at the longest latency."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,11 +45,11 @@ class TimedRun:
     window_s: float
     """Mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
     slowest_s: float
-    """It is the longest step of those."""
+    """It is the mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
     kilter_iteration_s: float | None
     """What the session itself measured (median of its baseline blocks)."""
     hook_cost_s: float | None
-    """Our time in the program's thread per iteration."""
+    """We take this time in the program's thread per iteration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ examples:
 PERIOD_SCHEMA = "kilter.bench.period/1"
 METHOD = "likeness of consecutive windows, folding, tracking of single iterations"
 EXACT = 0.02
-"""Largest relative error of a right period."""
+"""A right period has at most this relative error."""
 CONFUSED = 0.2
 """A period further off than this is another multiple or part of the iteration."""
 MOST_READINGS = 40_000
@@ -147,7 +147,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     detected_s: float | None
     relative_error: float | None
     verdict: str
-    """`right`, `inexact`, `confused` (a multiple or a part), `missed`, or `invented`."""
+    """It is `right`, `inexact`, `confused` (a multiple or a part), `missed`, or `invented`."""
     code: str
 
 

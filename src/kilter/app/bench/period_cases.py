@@ -36,7 +36,7 @@ class PeriodCase(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     telemetry: Telemetry
     marks_s: tuple[float, ...]
-    """Iteration ends."""
+    """Iterations end at these times."""
     periodic: bool
     """Whether the telemetry can show the period: else the right answer is that there is none."""
 

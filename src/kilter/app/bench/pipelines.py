@@ -24,7 +24,7 @@ STAGES, MICRO_BATCHES, CLOCKS = 4, 16, 16
 FORWARD_S = 0.05
 """Forward pass of the mean stage at the highest clock; the backward pass takes twice as long."""
 INTENSITY = 250.0
-"""FLOP per byte of the passes: large matrix products."""
+"""The passes have so many FLOP per byte: large matrix products."""
 
 
 def savings(profile: Profile, *, seed: int, max_slowdown: float) -> dict[str, tuple[float, float]]:

@@ -25,7 +25,7 @@ JOBS = 6
 IDLE = (0.3, 0.97)
 RANDOM_KNOBS = ("sm", "limit", "sm+memory", "sm+limit")
 ROW_ERROR = 0.002
-"""Standard deviation of a row's time and energy about the model's."""
+"""A row's time and energy have this standard deviation about the model's."""
 
 
 def random_tables(

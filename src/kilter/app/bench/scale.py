@@ -51,9 +51,9 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     agreed_p50_s: float | None
     agreed_p95_s: float | None
     rank0_notes: float
-    """Messages that rank 0 posts, reads and drops."""
+    """Rank 0 posts, reads and drops so many messages."""
     rank0_looks: float
-    """Questions of rank 0 for messages that were not there yet."""
+    """Rank 0 asks so many times for messages that are not there yet."""
     most_notes: float
     """The rank with most of them has so many of what `rank0_notes` counts."""
     all_notes: float
@@ -62,7 +62,7 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     """The usual rank (the median) has so many of them."""
     rank_looks: float
     rank0_core_share: float
-    """Processor time of rank 0's process, simulated iterations included, over time."""
+    """Rank 0's process takes so much processor time, simulated iterations included, over time."""
     store_core_share: float
     longest_step_s: float
     """Any rank's session spent at most this at a stretch, with one rank late and then lost."""

@@ -41,7 +41,7 @@ class RanksJob(msgspec.Struct, frozen=True, kw_only=True):
     iteration_s: float
     sensor_period_s: float
     silent: tuple[tuple[int, float, float], ...]
-    """Ranks that nobody drives from one time after the begin to another."""
+    """Each is a rank that nobody drives from one time after the begin to another."""
 
 
 class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +53,9 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: tuple[float, ...]
     """When each block was over."""
     notes: int
-    """Messages posted, read and dropped."""
+    """So many messages were posted, read and dropped."""
     looks: int
-    """Questions for messages that were not there yet."""
+    """So many questions were for messages that were not there yet."""
     blocks: int
     longest_step_s: float
     """The program's session would have waited this long for the conductor."""
@@ -68,7 +68,7 @@ class RanksSeen(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """The whole process used this, from the begin on."""
     late_ticks: int
-    """Rounds that this machine was too slow to begin in time."""
+    """This machine was too slow to begin so many rounds in time."""
     ticks: int
 
 
@@ -154,7 +154,7 @@ class SimulatedRankOfMany:
     """One rank, driven as a session drives its controllers: once a tick."""
 
     begin_s = math.inf
-    """By the monotonic clock of the machine, which all processes share."""
+    """It counts by the monotonic clock of the machine, which all processes share."""
 
     def __init__(self, rank: int, job: RanksJob, connect: Callable[[], Any]) -> None:
         self.rank = rank

@@ -21,11 +21,12 @@ from kilter.device.sim.noise import Noise, NoiseSource
 BLOCK = 5
 """A block has so many iterations."""
 SECTION_NOISE = 0.03
-"""Standard deviation of a section's own length, relative."""
+"""A section's own length has this standard deviation, relative."""
 DEEPER = 0.7
 """A waiting rank keeps its section's length down to this share of the others' clock."""
 SENSITIVITY = (0.3, 1.0)
-"""Range of the exponent; at 1 a section takes the same number of cycles at every lower clock."""
+"""The exponent is in this range; at 1 a section takes the same number of cycles at every lower
+clock."""
 
 
 class SectionScenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,11 +35,11 @@ class SectionScenario(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     iteration_s: float
     shares: tuple[float, ...]
-    """Exposed length of each section over the iteration."""
+    """Each section has this exposed length over the iteration."""
     roles: tuple[tuple[int, ...], ...]
-    """Ranks by role; the same in every section."""
+    """The ranks are listed by role; they are the same in every section."""
     waiting: tuple[int, ...] = ()
-    """Ranks that wait for a straggler in every section."""
+    """These ranks wait for a straggler in every section."""
 
     @property
     def ranks(self) -> int:

@@ -70,7 +70,7 @@ class SectionsRow(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float
     accepted_harmful: bool
     found_step_error: int | None
-    """None for the pipeline, where clocks are planned and not searched."""
+    """It is None for the pipeline, where clocks are planned and not searched."""
     iterations: int
 
 

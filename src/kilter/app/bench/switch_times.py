@@ -24,7 +24,7 @@ from kilter.lease.lease import Lease
 from kilter.observe.gpu_kernels import spin_kernels
 
 KERNEL_FLOPS = 5e11
-"""A millisecond or so: a switch is seen at the beginning of the next kernel."""
+"""A kernel takes a millisecond or so: a switch is seen at the beginning of the next kernel."""
 
 
 def tell_switches(profile: Profile | None, *, seed: int, as_json: bool, keep: bool = False) -> int:

@@ -147,7 +147,7 @@ OPERATION_WORKLOADS: dict[str, Callable[[], list[Layer]]] = {
     "vgg16": lambda: vgg16(64),
     "gpt": lambda: gpt(24, 2048, 16, 2048, 2048),
 }
-"""Batches that fit 12 GiB, or would with the parameters offloaded; the GPT is GPT-3-XL's size."""
+"""Their batches fit 12 GiB, or would with the parameters offloaded; the GPT is GPT-3-XL's size."""
 
 
 def iteration(layers: Sequence[Layer], *, element_bytes: int, training: bool) -> IterationTrace:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 AT = (0, 3, 7, 12, 20)
-"""Iterations in whose middle, between forward and backward, the program does its thing."""
+"""In the middle of these iterations, between forward and backward, the program does its thing."""
 
 
 class NormNet(nn.Module):

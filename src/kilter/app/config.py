@@ -28,7 +28,7 @@ from kilter.lease.machine import LOCK_VARIABLE
 from kilter.session.options import HISTORY_AUTO, HISTORY_OFF, REHEARSE_S, Options
 
 DEFAULT_MAX_SLOWDOWN = 0.02
-"""The contract of a run that was given no goal."""
+"""A run that was given no goal has this contract."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,10 @@ class Option:
     parse: Callable[[str], Any]
     help: str
     metavar: str | None = None
-    """None for a switch, which takes no value as a flag, and 0, 1, true or false elsewhere."""
+    """It is None for a switch, which takes no value as a flag, and 0, 1, true or false
+    elsewhere."""
     negated: str | None = None
-    """The help of `--no-NAME`, for a switch that is on where it is not named."""
+    """It is the help of `--no-NAME`, for a switch that is on where it is not named."""
 
     @property
     def variable(self) -> str:
@@ -330,7 +331,7 @@ def options_of(given: Mapping[str, Any], command: tuple[str, ...], config: Path 
 
 
 _FIELDS = {"host-memory": "host_memory_bytes", "rehearse": "rehearse_s", "json": "json_summary"}
-"""Options whose field of `Goal` or `Options` has another name."""
+"""The fields of `Goal` or `Options` for these options have other names."""
 
 _OF_MEMORY = {
     "gradients": "says what a memory budget may do",
@@ -339,13 +340,13 @@ _OF_MEMORY = {
     "host-memory": "limits what a memory budget offloads",
     "strict": "says what follows where a memory budget is not kept",
 }
-"""Options that mean nothing without a memory budget, and what they do."""
+"""These options mean nothing without a memory budget; each stands with what it does."""
 
 _OF_CLOCKS = ("objective", "price-of-time")
-"""Options that mean nothing where clocks are left alone."""
+"""These options mean nothing where clocks are left alone."""
 
 FACTORS = ("grams_co2_per_kwh", "price_per_kwh", "currency")
-"""Keys of the table `report`, and flags of `kilter report`."""
+"""These are keys of the table `report`, and flags of `kilter report`."""
 
 
 def factors(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from kilter.core.errors import UsageError
 
 MOST_GRAMS = 3000.0
-"""Per kWh: old lignite power stations emit half of it. More is a slip of the unit."""
+"""One kWh emits at most this: old lignite power stations emit half of it. More is a slip of the
+unit."""
 MOST_PRICE = 1e6
-"""Per kWh, in the currency with the smallest unit."""
+"""One kWh costs at most this, in the currency with the smallest unit."""
 _MOST_LETTERS = 8
 
 

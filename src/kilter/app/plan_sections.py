@@ -37,7 +37,7 @@ examples:
 
 
 MOST_STRETCHES = 4
-"""Stretches of one rank that are printed."""
+"""So many stretches of one rank are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from kilter.device.sim.profile import load_profile
 from kilter.session.simulated_job import SimulatedSource
 
 WAIT_S = 0.15
-"""For data, at the end of an iteration."""
+"""An iteration waits this long for data at its end."""
 COMPUTE_S = 1.0
 """An iteration takes this at the default clocks; the batch is made as large as that takes."""
 

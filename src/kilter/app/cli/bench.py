@@ -19,7 +19,7 @@ TABLES: dict[str, str] = {
     "share": "policies of fair sharing on simulated machines, side by side",
     "harm": "unusual programs, plain and under kilter: what differs",
 }
-"""Benchmark -> its line of help; one file each under `app/bench/`."""
+"""It maps a benchmark to its line of help; each has one file under `app/bench/`."""
 
 HELP = "Re-run a table of the README."
 EPILOG = "tables:\n" + "\n".join(f"  {name:<10} {line}" for name, line in TABLES.items())

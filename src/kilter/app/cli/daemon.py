@@ -129,7 +129,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     uid: int
     gpu: str
     may: bool
-    """By the policy and by what the GPU is."""
+    """It goes by the policy and by what the GPU is."""
     now: bool
     """The GPU may be set at this moment, also by whose processes compute on it."""
     reason: Reason | None = None

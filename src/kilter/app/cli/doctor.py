@@ -58,12 +58,13 @@ examples:
 
 DOCTOR_CHOICES = ("auto", "nvml", "null")
 IMPORT_S = 60.0
-"""For torch to be imported, until that counts as hung."""
+"""An import of torch that takes longer counts as hung."""
 WATCH_S = 1.0
 """How long the energy counter is compared with the power readings."""
 SAMPLE_EVERY_S = 0.02
 POWER_DISAGREEMENT = 0.25
-"""Of counter and integral of power. The counter moves every 0.1 s, so a second alone gives 10 %."""
+"""Counter and integral of power may differ by this. The counter moves every 0.1 s, so a second
+alone gives 10 %."""
 
 WITHOUT_GPU = "without a GPU, --device sim:v100 rehearses on a simulated one"
 
@@ -80,7 +81,7 @@ CONTROLLERS: Mapping[str, str] = {
     "zeusd": "zeus may set clocks and limits; stop it, or let kilter observe only",
     "geopmd": "GEOPM may set clocks and limits; stop it, or let kilter observe only",
 }
-"""Process name -> who it is. Only processes of this container can be seen."""
+"""It says, by the name of a process, who that is. Only processes of this container can be seen."""
 
 
 class Status(enum.IntEnum):
@@ -122,7 +123,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     sm_clock_hz: float | None = None
     sm_utilisation: float | None = None
     energy_method: str | None = None
-    """`counter` or `power integral`: the one to trust here."""
+    """It is the one to trust here, `counter` or `power integral`."""
     sensor_period_s: float | None = None
     memory_bytes: int | None = None
     persistence: bool | None = None

@@ -41,7 +41,8 @@ VERBS: dict[str, str] = {
     "bench": "every table of the README, re-run",
     "completion": "completion of this command line for bash, zsh or fish",
 }
-"""Verb -> its line in `kilter --help`. The module is imported only when the verb is used."""
+"""It maps a verb to its line in `kilter --help`. The module is imported only when the verb is
+used."""
 
 
 class _Parser(argparse.ArgumentParser):

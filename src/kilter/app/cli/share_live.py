@@ -43,7 +43,7 @@ from kilter.sharing.plan.snapshot import TENTHS, shown
 from kilter.sharing.store import default_file, living
 
 Actions = Any
-"""argparse's subparsers."""
+"""It stands for argparse's subparsers."""
 
 _START_TIMEOUT_S = 60.0
 _ADMISSION_S = 1.0

@@ -48,7 +48,7 @@ examples:
 """
 
 _SHARED = ("max-slowdown", "objective", "price-of-time", "device", "dry-run", "out", "json")
-"""Options of `kilter run` that mean the same here."""
+"""These options of `kilter run` mean the same here."""
 SIMULATED_S = 3600.0
 """How long a simulated job is watched, in its own time, without --for."""
 

@@ -48,9 +48,10 @@ class JobClass:
 STALLED_SHARE = 0.1
 """Share of an iteration in waits for copies from which on offloading bounds the job."""
 COMMUNICATES = 0.2
-"""Share of an iteration in exposed communication: at less, other things bound the job more."""
+"""With less than this share of an iteration in exposed communication, other things bound the job
+more."""
 UNIT_BOUND = 0.6
-"""Share of a unit's peak from which on it bounds the work (the guide of NVIDIA Nsight Compute)."""
+"""A unit bounds the work from this share of its peak on (the guide of NVIDIA Nsight Compute)."""
 LOWER_CLOCK = 0.95
 """A clock nearer to the default's than this share cannot be told from noise."""
 

@@ -69,8 +69,8 @@ class ChosenSetting:
 
     setting: Setting
     state: str
-    """State of the last decision; `undecided` if the record ends before any, `restored` if an
-    error of ours undid it."""
+    """It is the state of the last decision; `undecided` if the record ends before any, `restored`
+    if an error of ours undid it."""
     reason: str
 
 
@@ -81,9 +81,9 @@ class Series:
     rank: int
     device: str
     begin_s: float
-    """The device's clock when the record begins."""
+    """The device's clock stood at this when the record began."""
     device_t_s: tuple[float, ...]
-    """The device's clock: virtual time of a simulated device."""
+    """These are times of the device's clock: virtual time of a simulated device."""
     power_w: tuple[float | None, ...]
     sm_clock_hz: tuple[float | None, ...]
     memory_clock_hz: tuple[float | None, ...]
@@ -135,12 +135,12 @@ class Report(Judgement):
     refused: tuple[Refused, ...]
     energy_method: str | None
     energy_disagreement: float | None
-    """(integral of power - energy counter) / counter: the larger of all ranks."""
+    """It is (integral of power - energy counter) / counter: the larger of all ranks."""
     energy_j: float | None
-    """Of all devices over the whole run, with all that is not an iteration. None on a simulated
-    device, which did none of the script's work."""
+    """All devices used this over the whole run, with all that is not an iteration. It is None on a
+    simulated device, which did none of the script's work."""
     footprint: Footprint | None
-    """Carbon and cost; None if the user gave no factor."""
+    """It has carbon and cost; None if the user gave no factor."""
     interval_method: str
     goal: Goal
     found: Setting
@@ -155,7 +155,7 @@ class Report(Judgement):
     job: JobClass
     """It says what bounds the job."""
     features: TraceFeatures | None
-    """How an iteration uses the GPU; None without a trace of it."""
+    """It says how an iteration uses the GPU; None without a trace of it."""
     idle: Idle | None
     """How much of the time the GPU has nothing to do."""
     ranks: str
@@ -167,18 +167,18 @@ class Report(Judgement):
     driver: str | None
     wall_time: str
     config: str | None
-    """The configuration file that was read."""
+    """This configuration file was read."""
     duration_s: float
     overhead: Overhead | None
     decisions: tuple[Decided, ...]
     errors: tuple[Failed, ...]
     prediction: Prediction | None
     memory: MemoryReport | None
-    """None if memory was left alone."""
+    """It is None if memory was left alone."""
     sections: SectionsReport | None
-    """None if nobody looked for communication sections."""
+    """It is None if nobody looked for communication sections."""
     operation_clocks: Operated | None
-    """None if no clocks were planned for unit operations."""
+    """It is None if no clocks were planned for unit operations."""
     blocks: tuple[Block, ...]
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]

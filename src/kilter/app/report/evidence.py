@@ -19,7 +19,7 @@ from kilter.core.setting import Setting
 from kilter.model.stats import Estimate, paired_ratio
 
 JUDGED = (Phase.CONFIRM.value, Phase.HOLD.value)
-"""Phases whose pairs make the headline."""
+"""Pairs of these phases make the headline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class Evidence:
     blocks: int
     pairs: int
     energy_pairs: int
-    """Pairs of which both blocks know their energy."""
+    """Both blocks of so many pairs know their energy."""
     left_out: dict[str, int]
-    """Reason -> blocks of any phase that did not count."""
+    """It counts, by reason, the blocks of any phase that did not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from kilter.core.events import (
 from kilter.core.files import flaw_of
 
 MOST_SAMPLES = 240
-"""Readings that are kept of each rank: two minutes of a real device."""
+"""So many readings are kept of each rank: two minutes of a real device."""
 _CHUNK_BYTES = 2**22
 
 
@@ -42,7 +42,8 @@ class GrowingFile:
         self._line = 0
         self._rest = b""
         self._flaw: FileError | None = None
-        """Of the last line: only a killed process leaves a broken one, and nothing after it."""
+        """It is the flaw of the last line: only a killed process leaves a broken one, and nothing
+        after it."""
         self._samples: deque[Sampled] = deque(maxlen=MOST_SAMPLES)
         self._last: dict[type[AnyEvent], AnyEvent] = {}
         self._others: list[AnyEvent] = []

@@ -31,10 +31,11 @@ class Footprint:
 
     factors: Factors
     used: Amount | None
-    """Of the whole run; on a simulated device what the script's iterations would take there. None:
-    not known."""
+    """The whole run used this; on a simulated device it is what the script's iterations would take
+    there. None: not known."""
     saved: Amount | None
-    """Below zero if more was used than by default. None: nothing was concluded, or not known."""
+    """It is below zero if more was used than by default. None: nothing was concluded, or not
+    known."""
     happened: bool
     """It was saved; False: it would be."""
 

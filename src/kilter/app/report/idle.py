@@ -17,9 +17,9 @@ from kilter.device.sim.profile import load_profile
 from kilter.device.sim.work import default_cost, work_of
 
 LEAN, DENSE = 14.0, 300.0
-"""FLOP per byte. The most arithmetic for each byte that a GPU can do at full bandwidth lies between
-the two: 14 on a P100 (single precision), 15 to 37 on later ones in single precision, 295 on an
-H100 and 281 on a B200 with tensor cores (16 bits; the vendors' data sheets)."""
+"""Both are FLOP per byte. The most arithmetic for each byte that a GPU can do at full bandwidth
+lies between the two: 14 on a P100 (single precision), 15 to 37 on later ones in single precision,
+295 on an H100 and 281 on a B200 with tensor cores (16 bits; the vendors' data sheets)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +28,18 @@ class Idle:
 
     share: float
     waits_for_data: float | None
-    """Part of that share in which the program waits for its data loader; None: not known."""
+    """In this part of that share the program waits for its data loader; None: not known."""
     communication: float | None = None
-    """Share of the time in which collectives run and nothing else; None: not known."""
+    """In this share of the time collectives run and nothing else; None: not known."""
     memory: float | None = None
-    """Share of the busy time that the memory alone would take, by a model of the device."""
+    """The memory alone would take this share of the busy time, by a model of the device."""
     lean: float | None = None
-    """Share of the busy time in operations of less than `LEAN` FLOP per byte; None: not known."""
+    """Operations of less than `LEAN` FLOP per byte take this share of the busy time; None: not
+    known."""
     dense: float | None = None
-    """The same of more than `DENSE`."""
+    """Operations of more than `DENSE` take this share of it."""
     source: str
-    """`trace`, `model` (of a simulated device) or `utilisation`."""
+    """It is `trace`, `model` (of a simulated device) or `utilisation`."""
     label: Label
 
 

@@ -27,7 +27,7 @@ from kilter.memory.plan.problem import Link, Problem, problem_of
 from kilter.memory.plan.simulate import Move, Schedule, Span, simulate
 
 MOST_KINDS = 4
-"""Kinds of passes that get a line of their own."""
+"""So many kinds of passes get a line of their own."""
 BEYOND = 0.1
 """What takes longer than planned by more than this share of an iteration is said."""
 
@@ -48,9 +48,9 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     goal: MemoryBudget
     record: MemoryRecord
     plans: tuple[Fitted, ...]
-    """In the order in which they came into force."""
+    """They stand in the order in which they came into force."""
     in_force: tuple[Fitted, ...]
-    """Those that rule now, one for each kind of pass, the largest first."""
+    """These rule now, one for each kind of pass, the largest first."""
     ranks: tuple[RankMemory, ...]
     complete: bool = True
     """The record has an end: the run was not killed, and goes on no longer."""
@@ -215,7 +215,7 @@ FROM_PLAN = {
     "recomputed": "remade",
     "kept": "kept",
 }
-"""Keys of `report.json` and what they are called in the events."""
+"""It says what keys of `report.json` are called in the events."""
 
 
 def as_json(memory: MemoryReport) -> dict[str, Any]:

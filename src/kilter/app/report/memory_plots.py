@@ -30,9 +30,9 @@ LANES = (
     ("out", "offload"),
     ("in", "prefetch"),
 )
-"""Lane of the simulator, and its name in the picture, from top to bottom."""
+"""Each lane of the simulator has its name in the picture, from top to bottom."""
 LANE, LANE_STEP = 13.0, 21.0
-"""Height of a bar, and of a lane, in pixels."""
+"""A bar, and a lane, have these heights in pixels."""
 COLUMN = 1.5
 """Levels are drawn as the highest in a column of so many pixels."""
 APART = 0.7

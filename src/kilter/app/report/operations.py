@@ -34,8 +34,8 @@ class OperationEnergy:
 
 
 _LAYER = re.compile(r"(?!\d)((?:[^.\W\d]\w*\.)*?(?:[^.\W\d]\w*_)?)\d+(\..*|)")
-"""A module's path with a number (`blocks.3`, `encoder_layer_3`): what holds the layers, the number,
-the place in the layer."""
+"""It matches a module's path with a number (`blocks.3`, `encoder_layer_3`): what holds the layers,
+the number, the place in the layer."""
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:

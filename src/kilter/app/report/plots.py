@@ -18,7 +18,7 @@ from kilter.core.setting import Setting
 from kilter.core.units import MHZ, show_count, show_fraction, show_power, show_time
 
 MOST_BLOCKS = 600
-"""Blocks drawn; of more, every n-th."""
+"""At most so many blocks are drawn; of more, every n-th."""
 
 
 def strip(
@@ -98,7 +98,7 @@ def trade_off(report: Report) -> str:
 
 
 Point = tuple[Probe, float, float]
-"""A probe with its changes of time and energy in percent."""
+"""It is a probe with its changes of time and energy in percent."""
 
 
 def _draw_trade_off(

@@ -41,13 +41,13 @@ class SectionsReport(msgspec.Struct, frozen=True, kw_only=True):
     edge_error_p95_s: float | None
     """The worst rank's errors are within this in 95 % of the edges."""
     restored: bool | None
-    """None: no conductor ran, or the record has no end."""
+    """It is None if no conductor ran, or the record has no end."""
     search: SectionsFound | None
     """What the ranks' search has come to; None: it was not over, or nothing could be set."""
     instead: str | None
     """Why one clock for the whole job was governed in place of sections; None: it was not."""
     blocks: int
-    """Blocks of iterations that were judged in it."""
+    """So many blocks of iterations were judged in it."""
     ranks: tuple[RankSectioned, ...]
 
 

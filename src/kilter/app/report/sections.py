@@ -14,11 +14,11 @@ from kilter.core.units import show_bytes, show_clock, show_count, show_fraction,
 from kilter.model.intervals import join
 
 MOST_LANES = 16
-"""Timelines drawn; the ranks with most exposed time come first where there are more."""
+"""So many timelines are drawn; the ranks with most exposed time come first where there are more."""
 MOST_ROWS = 40
-"""Sections in the table, by exposed time."""
+"""The table has at most so many sections, by exposed time."""
 ROW, BAR = 26.0, 16.0
-"""Height of a rank's timeline with and without the space below it, in pixels."""
+"""A rank's timeline is so high with and without the space below it, in pixels."""
 PARTS = (
     ("compute", "computes"),
     ("overlapped", "communicates under computation"),

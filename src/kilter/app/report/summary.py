@@ -35,7 +35,8 @@ from kilter.observe.sensor_record import DISAGREEMENT
 
 NOTHING_SET = "nothing was set"
 ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
-"""Classes that call for something else than the clocks: said at the end of a run as well."""
+"""Jobs of these classes call for something else than the clocks: that is said at the end of a run
+as well."""
 
 
 def summary(report: Report, run_dir: str | Path | None) -> str:

@@ -140,7 +140,7 @@ def picture(key: str, width: float, height: float, title: str, description: str,
 
 
 WIDE, NARROW = 860.0, 400.0
-"""Widths for which pictures are drawn, in pixels: so text keeps its size on a phone."""
+"""Pictures are drawn for these widths, in pixels: so text keeps its size on a phone."""
 
 
 def both_widths(
@@ -285,7 +285,7 @@ class Labels:
 
 
 _APART = 5.0
-"""Pixels by which a label has to be nearer to its own mark than to any other."""
+"""A label has to be nearer to its own mark than to any other by so many pixels."""
 
 _LEADER = 30.0
 

@@ -9,7 +9,7 @@ from kilter.core.plan import FREE_MARGIN, ClocksMode, Goal
 from kilter.core.units import show_bytes, show_fraction
 
 STAND_IN = "a stand-in on the CPU"
-"""For the memory of a GPU, where there is none."""
+"""It stands for the memory of a GPU, where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

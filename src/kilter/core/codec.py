@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 MAX_BYTES = 2**30
 MAX_NUMBER = 1e18
-"""An exabyte, or thirty thousand million years: more than any time, size or count of ours."""
+"""It is an exabyte, or thirty thousand million years: more than any time, size or count of ours."""
 _GZIP = b"\x1f\x8b"
 
 SCHEMAS: dict[type[Any], tuple[str, int]] = {

@@ -21,7 +21,7 @@ SOCKET = "/run/kilterd/kilter.sock"
 SOCKET_VARIABLE = "KILTER_SOCKET"
 MAX_MESSAGE_BYTES = 4096
 MAX_TEXT = 256
-"""Characters of a text that a client sends, for the audit log."""
+"""A text that a client sends, for the audit log, has at most so many characters."""
 
 Range = tuple[float, float]
 
@@ -103,13 +103,13 @@ KNOB_NAMES = (
     ("memory_clock_hz", "memory clock", "MHz", 1e6),
     ("power_limit_w", "power limit", "W", 1.0),
 )
-"""Field, name for people, unit for people and its size in SI."""
+"""Each has a field, its name for people, and its unit for people with the unit's size in SI."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     error: str | None = None
-    """The name of one of our device errors."""
+    """It is the name of one of our device errors."""
     text: str = ""
     version: int = VERSION
     grant: Grant | None = None

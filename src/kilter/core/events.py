@@ -45,16 +45,16 @@ class Started(Event, frozen=True, kw_only=True):
     host: str | None = None
     """It is the name of the machine."""
     torch: str | None = None
-    """Version, as installed; the program may not import it."""
+    """This version is installed; the program may not import it."""
     config: str | None = None
-    """The configuration file that was read."""
+    """This configuration file was read."""
 
 
 class Sampled(Event, frozen=True, kw_only=True):
     """One reading of the device's sensors: two a second at first, then fewer and fewer."""
 
     device_t_s: float
-    """The device's clock: virtual time of a simulated device."""
+    """It is the time of the device's clock: virtual time of a simulated device."""
     power_w: float | None = None
     sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None
@@ -85,7 +85,7 @@ class Block(Event, frozen=True, kw_only=True):
     pair: int | None
     """Blocks of one pair are compared with each other; `None` outside a comparison."""
     phase: str
-    """`warm`, `probe`, `confirm`, `hold` or `drift`."""
+    """It is `warm`, `probe`, `confirm`, `hold` or `drift`."""
     arm: str
     """It is `baseline` or `candidate`."""
     setting: Setting
@@ -109,8 +109,8 @@ class Decided(Event, frozen=True, kw_only=True):
     """The governor came to a conclusion; the last one rules."""
 
     state: str
-    """The governor's phase (`probe`, `confirm`, `hold`), or how it ended: `decided`, or `predicted`
-    where nothing was set."""
+    """It is the governor's phase (`probe`, `confirm`, `hold`), or how it ended: `decided`, or
+    `predicted` where nothing was set."""
     setting: Setting
     reason: str
     time_ratio: float | None = None
@@ -141,33 +141,36 @@ class ClocksInside(Event, frozen=True, kw_only=True):
     it is all that the report reads of them."""
 
     summary: str
-    """The answer in one sentence; what would be saved in it is simulated."""
+    """It is the answer in one sentence; what would be saved in it is simulated."""
     planned: bool
     """There are stretches with low clocks; False: nothing to gain."""
     stretches: int
     longest_s: float
-    """The longest section, or stretch of operations that a lower clock would save energy in."""
+    """It is the length of the longest section, or stretch of operations that a lower clock would
+    save energy in."""
     break_even_s: float
-    """The shortest stretch that is worth its switches."""
+    """A stretch that is worth its switches is at least so long."""
     calibrated: bool = False
     """The break-even is by the device's own switch times; False: by those of its profile."""
     saving: float
     slowdown: float
     sets: bool
-    """False: a dry run, in which commands are only written down."""
+    """It is False in a dry run, in which commands are only written down."""
     commands: int = 0
     """So many were sent, or written down, so far."""
     left_out: int = 0
     restored: bool | None = None
-    """At the end: the conductor has put the found clock back. None: it did not run."""
+    """At the end it says whether the conductor has put the found clock back. None: it did not
+    run."""
     conductor_cpu_s: float | None = None
-    """At the end: processor time of the conductor, beside the program. None: it did not run."""
+    """At the end, the conductor has taken so much processor time, beside the program. None: it did
+    not run."""
     search: SectionsFound | None = None
     """What the ranks' search has come to; None: it is not over, or nothing may be set."""
     instead: str | None = None
     """Why one clock for the whole job is governed in place of these; None: it is not."""
     blocks: int = 0
-    """Blocks of iterations that rank 0 has judged in it."""
+    """Rank 0 has judged so many blocks of iterations in it."""
     reopened: int = 0
     """How often the iteration has become another one, so that the plan was dropped."""
 
@@ -176,18 +179,18 @@ class Sectioned(ClocksInside, frozen=True, kw_only=True):
     """The communication sections of one rank. The last one rules."""
 
     exposed_share: float
-    """Measured in the last window of the profiler."""
+    """It was measured in the last window of the profiler."""
     windows: int
     """The profiler was opened so many times so far."""
     collectives: int | None
     """One iteration has so many, by the numbers of the process groups; None: they do not count."""
     edges: int = 0
-    """Commands whose real edge was seen in a window."""
+    """The real edge of so many commands was seen in a window."""
     edge_error_p50_s: float | None = None
     """It lies between the expected edge and the real one, without its sign."""
     edge_error_p95_s: float | None = None
     edge_bias_s: float | None = None
-    """Median of expected minus real: below zero, the commands come early."""
+    """The median of expected minus real is this: below zero, the commands come early."""
     window_iteration_s: float | None = None
     """The iterations in the last window took this in the mean."""
     iteration_s: float | None = None
@@ -224,8 +227,8 @@ class Refused(Event, frozen=True, kw_only=True):
     what: str
     reason: str
     code: str | None = None
-    """Of the reason, for programs; None in records of runs before there were codes, and where the
-    reason has none."""
+    """It is the code of the reason, for programs; None in records of runs before there were codes,
+    and where the reason has none."""
 
 
 class Failed(Event, frozen=True, kw_only=True):
@@ -241,17 +244,17 @@ class Stopped(Event, frozen=True, kw_only=True):
     iterations: int
     rehearsed_iterations: int
     outcome: str
-    """`finished`, or how the script ended: `raised ValueError`, `exit 3`."""
+    """It is `finished`, or how the script ended: `raised ValueError`, `exit 3`."""
     found: Setting
     after: Setting
     restored: bool
     energy_method: str
-    """`counter`, `power integral`, `model`, or `none`."""
+    """It is `counter`, `power integral`, `model`, or `none`."""
     sampler_cost_s: float
     hook_cost_s: float
     label: Label
     energy_disagreement: float | None = None
-    """(integral of power - counter) / counter, where both were there."""
+    """It is (integral of power - counter) / counter, where both were there."""
     no_trace: str | None = None
     """Why the operations of an iteration were not recorded."""
     energy_j: float | None = None

@@ -9,7 +9,7 @@ class Label(enum.Enum):
     """Where a number comes from."""
 
     MEASURED = "measured"
-    """Read on the device that did the work."""
+    """It was read on the device that did the work."""
     REPLAYED = "replayed"
     """It was looked up in a named table of somebody's measurements."""
     SIMULATED = "simulated"

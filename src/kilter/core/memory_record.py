@@ -16,7 +16,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_before_bytes: int
     peak_bytes: int
     compute_s: float
-    """Forward and backward with everything kept."""
+    """Forward and backward take this with everything kept."""
     iteration_s: float
     """Forward and backward take this under the plan."""
     stall_s: float
@@ -32,29 +32,29 @@ class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     passes: int
     planned: int
-    """Passes that ran under a plan to their end."""
+    """So many passes ran under a plan to their end."""
     deviations: int
-    """Passes that departed from their plan and were finished without it."""
+    """So many passes departed from their plan and were finished without it."""
     late: int
-    """Uses that found their datum evicted and fetched it then and there."""
+    """So many uses found their datum evicted and fetched it then and there."""
     spilled: int
-    """Data that left without a plan because the budget was reached."""
+    """So many data left without a plan because the budget was reached."""
     recomputed: int = msgspec.field(name="remade")
-    """Tensors, over all passes."""
+    """So many tensors were recomputed, over all passes."""
     out_bytes: int
     in_bytes: int
-    """Over all passes. The engine counts activations; a whole record, optimizer state and weights
-    as well."""
+    """Both are over all passes. The engine counts activations; a whole record, optimizer state and
+    weights as well."""
     host_bytes: int
     """So much host memory is reserved now."""
     most_bytes: int = 0
     """The largest measured peak since the budget is in force, before there were plans as well; 0:
     not measured."""
     waited_s: float | None = None
-    """For which the device stood still for copies in a pass under a plan, when that was timed last;
+    """The device stood still for copies so long in a pass under a plan, when that was timed last;
     None: never, or the backend cannot tell."""
     hastened: int = 0
-    """Loads that start earlier than planned, since the device had waited for them."""
+    """So many loads start earlier than planned, since the device had waited for them."""
 
 
 class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
@@ -62,27 +62,29 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     has many attributes because it is all that the report reads of a memory budget."""
 
     backend: str
-    """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""
+    """It is `cuda`, or `stand-in`: then only what autograd keeps is counted, in the memory of the
+    CPU."""
     budget_bytes: int | None
     """It is None while it is not known."""
     budget: str
     """Where the budget comes from, in words."""
     applied: bool
-    """False: only observed (`--dry-run`)."""
+    """It is False if memory was only observed (`--dry-run`)."""
     plain_peak_bytes: int | None
-    """Peak with everything kept, as observed before there was a plan."""
+    """The peak with everything kept was this, as observed before there was a plan."""
     plain_peak_seen: bool
     """The program really reached it; False: something was offloaded, and is counted in."""
     peak_bytes: int | None
-    """The largest measured one of passes of all kinds, each as it runs now."""
+    """It is the largest measured one of passes of all kinds, each as it runs now."""
     least_bytes: int | None
-    """The smallest peak that any plan reaches."""
+    """It is the smallest peak that any plan reaches."""
     plain_iteration_s: float | None
-    """Median of iterations with everything kept and without us; None: there were none."""
+    """Iterations with everything kept and without us took this in the median; None: there were
+    none."""
     iteration_s: float | None
     """The iterations under the plan took this in the median."""
     consumed: int = 0
-    """Buckets of gradients that were used up in backward, over all passes."""
+    """So many buckets of gradients were used up in backward, over all passes."""
     in_force: tuple[int, ...] = ()
     """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
     state: str = ""
@@ -93,7 +95,8 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     own_checkpointing: bool = False
     """The model's own checkpointing is on: what plans call everything kept is kept beside that."""
     at_peak: str = ""
-    """The saved tensors of the largest pass at its peak, by module, in words; empty: not known."""
+    """It tells the saved tensors of the largest pass at its peak, by module, in words; empty: not
+    known."""
     compiled: str = ""
     """What compiled regions were told to save, and what was measured for that; empty: nothing."""
     bound_s: float | None = None

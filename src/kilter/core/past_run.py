@@ -58,11 +58,11 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     sm_utilisation: float | None = None
     memory_utilisation: float | None = None
     throttled: float | None = None
-    """Share of the readings that name a limit of power, temperature or hardware."""
+    """This share of the readings names a limit of power, temperature or hardware."""
     flop_per_s: float | None = None
     """The whole iteration runs at this rate, as the trace counts its FLOPs."""
     bytes_per_s: float | None = None
-    """The same of the bytes that its operations move."""
+    """The bytes that its operations move have this rate."""
     kernels_per_s: float | None = None
     """It is the trace's, as `TraceFeatures` has it; so are the next two."""
     host_gap: float | None = None
@@ -79,11 +79,11 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     world_size: int
     began: str
-    """ISO time at which the run began."""
+    """The run began at this ISO time."""
     max_slowdown: float
     objective: str
     reference: Setting
-    """The setting as found, with the observed clock where it named none."""
+    """It is the setting as found, with the observed clock where it named none."""
     features: Features
     seen: tuple[SeenSetting, ...]
     chosen: Setting | None
@@ -92,7 +92,7 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     found: Setting
     """It is the setting of the baseline."""
     time_sd: float
-    """Spread of the log time ratio of one pair, and of the log energy ratio."""
+    """The log time ratio of one pair has this spread, and the log energy ratio the next one."""
     energy_sd: float
     freedom: int
     """These have so many degrees of freedom."""

@@ -98,9 +98,10 @@ class Goal:
     """What the user asked for. Checked here, so that a planner can rely on it."""
 
     max_slowdown: float | None = None
-    """Allowed slowdown as a fraction of the baseline's iteration time; None = clocks left alone."""
+    """The slowdown may be this fraction of the baseline's iteration time; None = clocks left
+    alone."""
     memory_budget: MemoryBudget | None = None
-    """None = memory left alone."""
+    """It is None where memory is left alone."""
     host_memory_bytes: int | None = None
     """What each process may offload to the host's memory; None = not said."""
     objective: Objective = Objective.ENERGY
@@ -139,7 +140,7 @@ class SetClocks:
     """The whole plan has it: settings of several role groups are judged together."""
     reason: str
     role: str = ""
-    """The role group that it is for; all ranks if empty."""
+    """It is for this role group; for all ranks if empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +154,13 @@ class MoveData:
     min_bytes: int
     """Smaller data are left alone."""
     link: tuple[float, float, float, float]
-    """Bytes per second to the host, to the device, both at once; latency in seconds."""
+    """It has bytes per second to the host, to the device, and both at once; and latency in
+    seconds."""
     moves: tuple[tuple[int, int, int], ...]
-    """Interval, operation from which on its memory is free, operation at which its load starts."""
+    """Each has the interval, the operation from which on its memory is free, and the operation at
+    which its load starts."""
     recomputed: tuple[int, ...]
-    """Intervals recomputed before their use."""
+    """These intervals are recomputed before their use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,4 +174,4 @@ class Plan:
     label: Label
     """Where the predicted effects come from."""
     memory: MoveData | None = None
-    """The memory schedule that the rest was planned on."""
+    """The rest was planned on this memory schedule."""

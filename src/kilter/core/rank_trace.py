@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import msgspec
 
 WINDOW_FILE = "window-rank{rank}.json"
-"""In the directory of a run: the last window of the profiler for sections, a `RankTrace`."""
+"""This file in the directory of a run holds the last window of the profiler for sections, a
+`RankTrace`."""
 
 RankTimes = list[tuple[float, float]]
 
@@ -20,20 +21,21 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel, or one copy between GPUs, that communicates."""
 
     op: str
-    """`all_reduce`, `all_gather`, ..., `send_recv` for point-to-point, `copy`, or `other`."""
+    """It is `all_reduce`, `all_gather`, ..., `send_recv` for point-to-point, `copy`, or `other`."""
     begin_s: float
     end_s: float
     stream: int | str
     group: str | None = None
-    """Name of the process group; None where the trace does not say."""
+    """It is the name of the process group; None where the trace does not say."""
     ranks: tuple[int, ...] = ()
-    """Members of the group; empty where the trace does not say."""
+    """These are the members of the group; it is empty where the trace does not say."""
     peers: tuple[int, int] | None = None
-    """Source and target of a transfer, where known; the lower rank first if it goes both ways."""
+    """They are source and target of a transfer, where known; the lower rank comes first if it goes
+    both ways."""
     sequence: int | None = None
-    """Number of the collective in its group, equal on all ranks."""
+    """The collective has this number in its group, equal on all ranks."""
     bytes: int | None = None
-    """The larger of the message that goes in and the one that comes out."""
+    """It is the size of the larger message: of the one that goes in or the one that comes out."""
     dtype: str | None = None
     ready_s: float | None = None
     """When it was launched and all computation that was launched before it was over, but not later
@@ -48,7 +50,7 @@ class RankIteration(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration's window on the GPU's timeline; windows follow each other without gaps."""
 
     number: int
-    """The profiler's step, or a count from 0 where the trace has no steps."""
+    """It is the profiler's step, or a count from 0 where the trace has no steps."""
     begin_s: float
     end_s: float
 
@@ -59,15 +61,15 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     rank: int
     world_size: int | None
-    """None where the trace does not say."""
+    """It is None where the trace does not say."""
     device: str
-    """The GPU's name; empty where the trace does not say."""
+    """It is the GPU's name; empty where the trace does not say."""
     origin_s: float
     """The rank's clock shows this at time 0."""
     compute: RankTimes
-    """Union of the kernels that do not communicate."""
+    """It is the union of the kernels that do not communicate."""
     copies: RankTimes
-    """Union of copies and memory sets of this GPU alone."""
+    """It is the union of copies and memory sets of this GPU alone."""
     collectives: tuple[Collective, ...]
     """They are in the order in which they begin."""
     iterations: tuple[RankIteration, ...]

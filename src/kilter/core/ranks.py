@@ -13,7 +13,7 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Number of the process on its node: it chooses the GPU, and 0 speaks for the node."""
+    """The process has this number on its node: it chooses the GPU, and 0 speaks for the node."""
 
 
 _LAUNCHERS = (

@@ -9,7 +9,7 @@ class ScriptEnd(msgspec.Struct, frozen=True):
     """By default it ran to its end. As text: `finished`, `exit 3`, `raised ValueError`."""
 
     raised: str | None = None
-    """Class name of the exception that nothing caught."""
+    """It is the class name of the exception that nothing caught."""
     exit_code: int = 0
 
     @property

@@ -12,8 +12,8 @@ _NAME = re.compile(
     r"password|passwd|passphrase|credentials?|auth)$",
     re.IGNORECASE,
 )
-"""Options and variables whose value is secret, by the end of their name: `--hf-token` is one,
-`--tokenizer` and `--token-dim` are not."""
+"""It matches options and variables whose value is secret, by the end of their name: `--hf-token` is
+one, `--tokenizer` and `--token-dim` are not."""
 
 _VALUE = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # AWS
@@ -27,7 +27,7 @@ _VALUE = re.compile(
     r"|(?<=://)[^/@\s]*:[^/@\s]+(?=@)"  # user:password of a URL
     r"|(?<=Bearer )\S+"
 )
-"""Texts that are secret wherever they stand."""
+"""It matches texts that are secret wherever they stand."""
 
 
 def masked(command: Iterable[str]) -> tuple[str, ...]:

@@ -17,25 +17,26 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     """Clocks by section and rank, and the evidence for them."""
 
     taken: Taken
-    """`whole job`: one clock for the whole iteration is expected to save more, and is searched."""
+    """It is `whole job` if one clock for the whole iteration is expected to save more, and is
+    searched."""
     reason: str
     """It says in words why."""
     keys: tuple[str, ...] = ()
-    """The sections whose clocks were searched."""
+    """The clocks of these sections were searched."""
     depths: tuple[tuple[int, ...], ...] = ()
-    """By section and rank: places in the lists of clocks, from 1; 0 is the default."""
+    """By section and rank it has places in the lists of clocks, from 1; 0 is the default."""
     clocks_hz: tuple[float | None, ...] = ()
     """The first one is the SMs' clock at depth 1, and so on. None: as found."""
     memory_clocks_hz: tuple[float | None, ...] = ()
     """The memory has these with them; None: as found. Empty: as found at every step."""
     sections_saving: float | None = None
-    """Expected from the plan before the search, of the job's energy."""
+    """The plan expected this saving before the search, of the job's energy."""
     whole_job_saving: float | None = None
-    """Expected of one clock for the whole iteration, within the same bound."""
+    """One clock for the whole iteration is expected to save this, within the same bound."""
     blocks: int = 0
-    """Blocks of iterations that the search has taken."""
+    """The search has taken so many blocks of iterations."""
     pairs: int = 0
-    """Pairs of blocks that confirmed the whole; the ratios are over them."""
+    """So many pairs of blocks confirmed the whole; the ratios are over them."""
     time_ratio: float | None = None
     """The slowest rank's step takes so much of its time at the default."""
     time_ratio_ci95: tuple[float, float] | None = None

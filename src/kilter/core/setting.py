@@ -74,7 +74,7 @@ class Supported:
     sm_clocks_hz: tuple[float, ...] = ()
     memory_clocks_hz: tuple[float, ...] = ()
     power_limits_w: tuple[float, ...] = ()
-    """The limits worth trying between the device's smallest and largest one."""
+    """These limits are worth trying between the device's smallest and largest one."""
 
 
 class Throttle(enum.Enum):
@@ -83,7 +83,7 @@ class Throttle(enum.Enum):
     POWER_CAP = "power_cap"
     THERMAL = "thermal"
     HARDWARE = "hardware"
-    """Brake, slowdown or board power signal: not ours to judge."""
+    """It is a brake, slowdown or board power signal: not ours to judge."""
     CLOCK_SETTING = "clock_setting"
     """A locked or application clock holds it: ours, or somebody else's."""
     IDLE = "idle"
@@ -107,10 +107,12 @@ class Sample:
     """What a device said at one instant; `None` means unknown, never zero."""
 
     t_s: float
-    """The device's clock: monotonic seconds, or virtual seconds of a simulated device."""
+    """It is the time of the device's clock: monotonic seconds, or virtual seconds of a simulated
+    device."""
     power_w: float | None = None
     energy_j: float | None = None
-    """Counter since an arbitrary start; only read when asked for, since the call may be slow."""
+    """It counts from an arbitrary start; it is only read when asked for, since the call may be
+    slow."""
     sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None
     sm_utilisation: float | None = None
@@ -127,7 +129,7 @@ class DeviceInfo:
 
     name: str
     uuid: str
-    """Unique and stable across processes: names the lock and the journal of the lease."""
+    """It is unique and stable across processes: it names the lock and the journal of the lease."""
     backend: str
     """It is `nvml`, `sim`, `null` or `replay`."""
     label: Label
@@ -144,6 +146,6 @@ class DeviceInfo:
     memory_bytes: int | None = None
     driver: str | None = None
     vbios: str | None = None
-    """Version of the card's own firmware, where the vendor tells it."""
+    """It is the version of the card's own firmware, where the vendor tells it."""
     index: int | None = None
-    """The vendor's index, for messages only: it is not the framework's index."""
+    """It is the vendor's index, for messages only: it is not the framework's index."""

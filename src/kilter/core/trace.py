@@ -31,22 +31,24 @@ class Operation:
     """
 
     name: str
-    """Qualified module name, optimizer class, or the framework's name of the operation."""
+    """It is the qualified module name, the optimizer class, or the framework's name of the
+    operation."""
     kind: Kind
     start_s: float
     """The iteration begins at 0."""
     duration_s: float
     flops: float | None = None
     bytes_moved: float | None = None
-    """Bytes read plus bytes written, each tensor once per kernel or framework operation."""
+    """It is bytes read plus bytes written, each tensor once per kernel or framework operation."""
     kernels: int = 1
-    """Device kernels (on a host timeline: framework operations) that it consists of."""
+    """It consists of so many device kernels (on a host timeline: framework operations)."""
     stream: int = 0
     reads: tuple[int, ...] = ()
     """They are indices into `IterationTrace.data`."""
     writes: tuple[int, ...] = ()
     level_bytes: int | None = None
-    """The most device memory in use during it, with all data kept; None if not observed."""
+    """At most so much device memory is in use during it, with all data kept; None if not
+    observed."""
 
     @property
     def intensity(self) -> float | None:
@@ -68,16 +70,17 @@ class Datum:
 
     name: str
     kind: str
-    """`input`, `weight`, `feature_map`, `gradient` or `optimizer_state`."""
+    """It is `input`, `weight`, `feature_map`, `gradient` or `optimizer_state`."""
     size_bytes: int
     first_use: int
-    """Index of the operation; for data that exists before the iteration, -1."""
+    """The operation with this index uses it first; for data that exists before the iteration it is
+    -1."""
     last_use: int
     producer: int | None = None
     recompute_s: float | None = None
     """Measured time to make it again from `sources`, bit for bit; None: not known to be so."""
     sources: tuple[int, ...] = ()
-    """Indices of the data that this needs on the device."""
+    """This needs the data with these indices on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,9 @@ class TraceFeatures:
     kernels_per_s: float
     """It counts kernels and copies."""
     host_gap: float
-    """Share of the iteration in which the GPU has nothing to do."""
+    """In this share of the iteration the GPU has nothing to do."""
     exposed_communication: float
-    """Share of the iteration in which collectives run and nothing else."""
+    """In this share of the iteration collectives run and nothing else."""
     flop_per_byte: float | None
     label: Label
 
@@ -102,16 +105,16 @@ class IterationTrace:
     operations: tuple[Operation, ...]
     data: tuple[Datum, ...] = ()
     timeline: str
-    """`gpu` or `host`: whose clock the times are from."""
+    """It says whose clock the times are from: `gpu` or `host`."""
     device: str
     label: Label
     iterations: int = 1
     """How many iterations were averaged."""
     source: str = ""
-    """The command or file that it was taken from."""
+    """It was taken from this command or file."""
     memory: IterationTrace | None = None
-    """The same iteration with its required data, on the clock of saved tensors, where memory was
-    observed as well."""
+    """It is the same iteration with its required data, on the clock of saved tensors, where memory
+    was observed as well."""
 
     def flaw(self) -> str | None:
         """What no iteration can be, in words: looked for where a trace comes from a file."""

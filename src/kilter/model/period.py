@@ -28,22 +28,22 @@ from kilter.core.units import show_count, show_time
 Array = NDArray[np.float64]
 
 LEAST_PERIODS = 4
-"""Periods that a recording must hold: three comparisons of consecutive windows."""
+"""A recording must hold so many periods: three comparisons of consecutive windows."""
 LEAST_SAMPLES = 2.0
-"""Sensor updates per period below which nothing can be resolved (Nyquist)."""
+"""Below so many sensor updates per period nothing can be resolved (Nyquist)."""
 CERTAIN_SAMPLES = 4.0
-"""Sensor updates per period from which on the counter tells an alias from a period: of a period of
-four updates it passes 0.90 of the amplitude, of what is folded onto it at most 0.30."""
+"""From so many sensor updates per period on the counter tells an alias from a period: of a period
+of four updates it passes 0.90 of the amplitude, of what is folded onto it at most 0.30."""
 MOST_SWING = 4.0 / math.pi
 """Largest amplitude at the fundamental, over the mean: power that is on and off equally long."""
 FINER = 0.15
 """Difference of the power reading and the mean power of the energy counter, as a share of the
 reading's variation, above which the reading is no mean over the whole interval of the counter."""
 SEES_ALL = 0.75
-"""Time between two rows, over that between two updates of the counter, up to which no update is
-missed."""
+"""No update is missed while the time between two rows, over that between two updates of the
+counter, is at most this."""
 LEAST_LIKENESS = 0.5
-"""Likeness of consecutive windows (1 equal, 0 unrelated) below which telemetry is aperiodic."""
+"""Telemetry is aperiodic if consecutive windows are less alike (1 equal, 0 unrelated)."""
 FLAT = 0.005
 """A channel that varies by less than this share of its level holds nothing but sensor noise."""
 RARE = 0.15
@@ -51,17 +51,17 @@ RARE = 0.15
 checkpoint) and is no part of it. Gradient accumulation over up to about ten micro-batches differs
 in more of them."""
 CLEARLY = 3.5
-"""Standard errors by which a longer candidate must be more alike to displace a shorter one; many
+"""A longer candidate must be more alike by so many standard errors to displace a shorter one; many
 candidates are compared."""
 LEAST_DIFFERENCE = 0.03
-"""The same as a share of the difference of unrelated windows: smaller gains come from where the
-sensor's updates fall."""
+"""It must be more alike by this share of the difference of unrelated windows, too: smaller gains
+come from where the sensor's updates fall."""
 FOLD_TOLERANCE = 0.03
-"""By how much the folded curve of a part of the period may be rougher than that of the whole."""
+"""The folded curve of a part of the period may be rougher than that of the whole by this."""
 COHERENT = 0.3
-"""Roughness of a folded curve above which iterations are too unequal to be folded."""
+"""Iterations are too unequal to be folded if the folded curve is rougher than this."""
 MOST_LAGS = 300
-"""Lags compared: the shortest, and the most alike."""
+"""So many of the shortest lags are compared, and so many of the most alike."""
 UNEQUAL = 1.4
 """An interval longer than so many usual ones, or as much shorter, is no iteration: batches of
 unequal length differ by less."""
@@ -69,13 +69,14 @@ VARIES = 0.05
 """Standard deviation of single iterations, over their mean, from which on the verdict says that
 their length varies. They are tracked by what is usual, so that the true one is larger."""
 MOSTLY = 0.8
-"""Share of a recording below which the verdict says how much of it the iterations are."""
+"""Below this share of a recording the verdict says how much of it the iterations are."""
 UNSTABLE = 0.15
-"""Relative range of the period over the thirds of a recording above which it is not stable."""
+"""The period is not stable if its relative range over the thirds of a recording is above this."""
 FINE_FACTOR = 8
-"""Points per sensor update after interpolation: a lag of two updates then has sixteen."""
+"""Each sensor update has so many points after interpolation: a lag of two updates then has
+sixteen."""
 QUANTUM = 0.01
-"""The step in which utilisation is reported (1 %); of power, far below its noise."""
+"""Utilisation is reported in this step (1 %); for power, it is far below its noise."""
 NOVEL = 3.0
 """How much further than the oddest known stretch (squared distance) a new one must be."""
 NEAR = (0.7, 1.5)
@@ -84,7 +85,7 @@ throttling GPU, speeds up, but by less."""
 INTERRUPTED = 1.5
 """An interval longer than so many iterations holds something else, too."""
 PHASES = 32
-"""Points per period at which single iterations are tracked."""
+"""Single iterations are tracked at so many points per period."""
 
 
 class Telemetry(msgspec.Struct, frozen=True):
@@ -102,17 +103,18 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on a stretch of telemetry."""
 
     period_s: float | None
-    """None: no period was detected, and `reason` says why."""
+    """It is None if no period was detected, and `reason` says why."""
     code: str
-    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs. A watch
-    says `uneven` of periodic telemetry by which no settings can be compared."""
+    """It is `periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs. A
+    watch says `uneven` of periodic telemetry by which no settings can be compared."""
     reason: str
     resolution_s: float | None = None
-    """The shortest period that this telemetry can show."""
+    """This telemetry can show no shorter period."""
     likeness: float | None = None
     """Consecutive periods correlate so much, at most 1."""
     spread: float | None = None
-    """Standard deviation of single iterations over the period, as far as the sensor shows them."""
+    """Single iterations have this standard deviation over the period, as far as the sensor shows
+    them."""
 
 
 class JobPace(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +145,7 @@ class _Grid(msgspec.Struct, frozen=True):
     """It has a row for each channel and a column for each point in time."""
     weights: Array
     spans: tuple[int, ...]
-    """Points of the grid between two updates of each channel's sensor."""
+    """So many points of the grid lie between two updates of each channel's sensor."""
 
 
 def telemetry(samples: Sequence[Sample]) -> Telemetry:

@@ -26,24 +26,24 @@ class Power:
     """The appetite of one device."""
 
     idle_w: float
-    """Asleep: nothing to do for a while, lowest clocks."""
+    """The device draws this asleep: with nothing to do for a while, at its lowest clocks."""
     static_w: float
-    """Awake, whatever the clocks: board, regulators, the rest of the memory."""
+    """It draws this awake, whatever the clocks: board, regulators, the rest of the memory."""
     leakage_w: float
-    """At the floor voltage and `LEAKAGE_AT_C`; proportional to voltage."""
+    """It leaks this at the floor voltage and `LEAKAGE_AT_C`, in proportion to voltage."""
     leakage_per_k: float
     """The leakage grows by this share per kelvin."""
     clock_w_per_hz: float
-    """Clocks that toggle although nothing is computed; times V^2 f."""
+    """Clocks that toggle although nothing is computed draw this, times V^2 f."""
     busy_w_per_hz: float
-    """The same while a kernel is resident, on top; times V^2 f."""
+    """A resident kernel draws this on top, times V^2 f."""
     joule_per_flop: float
     """It is this at the floor voltage, and grows with V^2."""
     memory_w_per_hz: float
     """The memory draws this per hertz of its clock."""
     joule_per_byte: float
     knee_hz: float
-    """SM clock up to which the voltage stays at its floor."""
+    """The voltage stays at its floor up to this SM clock."""
     volts_per_hz: float
     """The relative voltage rises by this per hertz above the knee."""
 

@@ -32,13 +32,14 @@ class Roofline:
     flops_per_cycle: float
     """The whole device does so many per SM clock cycle, sustained by large matrix products."""
     bytes_per_memory_cycle: float
-    """What the memory delivers per cycle of the memory clock that the vendor names."""
+    """The memory delivers this per cycle of the memory clock that the vendor names."""
     bytes_per_sm_cycle: float
     """What all SMs together can ask for per SM clock cycle."""
     overlap: float
     """It is the exponent `p` of the smooth maximum, at least 1."""
     launch_s: float
-    """Shortest time per kernel when a host launches one after the other; no clock changes it."""
+    """A kernel takes at least this when a host launches one after the other; no clock changes
+    it."""
 
     def __post_init__(self) -> None:
         require_positive(self)

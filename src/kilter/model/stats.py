@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 EFFECTS = (0.25, 0.5, 1.0, 2.0)
-"""Standardised effects that the evidence is a mixture over: small to plain to see."""
+"""The evidence is a mixture over these standardised effects: small to plain to see."""
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
 job's rhythm (a checkpoint, an evaluation)."""

@@ -32,14 +32,14 @@ from kilter.parallel.watched import (
 from kilter.parallel.ways import WAYS
 
 READMIT = 8
-"""Serial calls of a signature whose graph was evicted, before the graph is captured again. Without
-them, more signatures than graphs would spend their time on captures."""
+"""So many serial calls of a signature whose graph was evicted come before the graph is captured
+again. Without them, more signatures than graphs would spend their time on captures."""
 SELF_CHANGES = 3
-"""Calls that change their own modules, before such a signature is left to the serial loop."""
+"""After so many calls that change their own modules such a signature is left to the serial loop."""
 UNSERVED = 4
-"""Preparations that may have served no call yet. While there are n of them or more, only one in 2^n
-of the calls that need a preparation gets one: a number that differs in every call must not cost a
-preparation each time."""
+"""So many preparations may have served no call yet. While there are n of them or more, only one in
+2^n of the calls that need a preparation gets one: a number that differs in every call must not cost
+a preparation each time."""
 
 
 class Parallel:
@@ -58,7 +58,7 @@ class Parallel:
         self._state: WatchedBranches | None = None
         self._self_changes = 0
         self._unserved = self._waited = 0
-        """Preparations that have served no call, and calls that had to wait for one."""
+        """So many preparations have served no call, and so many calls had to wait for one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what was saved and loaded, is prepared anew."""

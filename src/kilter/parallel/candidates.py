@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from kilter.parallel.ways.way import Way
 
 UNIT_S = 2.5
-"""First estimate of the time to compile one piece: seven took 18 s on a machine with an H200."""
+"""One piece is first estimated to compile in this time: seven took 18 s on a machine with an
+H200."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class TracedRequest:
     program: BranchProgram
     """It is the folded graph, cut into branches."""
     weights: tuple[Tensor, ...]
-    """Weights that the trace reads and that autograd wants gradients for; empty in inference."""
+    """The trace reads these weights, and autograd wants gradients for them; empty in inference."""
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -191,10 +192,10 @@ class CompileCache:
 
     compiled: dict[Hashable, BranchCall] = field(default_factory=dict)
     warm: set[Hashable] = field(default_factory=set)
-    """Units whose kernels are compiled."""
+    """The kernels of these units are compiled."""
     compile_s: float = 0.0
     faster: dict[Hashable, bool] = field(default_factory=dict)
-    """For each convolution whether our kernel is faster than the library."""
+    """It says for each convolution whether our kernel is faster than the library."""
     pool: GraphPool | None = None
     """It is the memory that all captured graphs share."""
     turns: Turns = field(default_factory=Turns)
@@ -226,7 +227,7 @@ class CandidateBuilder:
     ) -> None:
         self.request, self.cache = request, cache
         self.traced = traced
-        """The trace, or why there is none."""
+        """It is the trace, or why there is none."""
         self.strides = strides
         """They are the strides of the loop's results."""
         self.all_by_kernel = False

@@ -24,10 +24,11 @@ from kilter.parallel.streams import CudaStreams
 from kilter.parallel.trace import without_collecting
 
 WARM_UPS = 3
-"""Calls before a capture: lazy initialisation, autotuning and workspaces must not be captured."""
+"""So many calls come before a capture: lazy initialisation, autotuning and workspaces must not be
+captured."""
 
 CAPTURE_SIDE = -1
-"""The number of the side stream on which graphs are captured."""
+"""Graphs are captured on the side stream of this number."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """The runtime allows one capture in a process at a time."""

@@ -26,7 +26,7 @@ from kilter.parallel.timing import like
 from kilter.parallel.trace import value
 
 COMPILER_THREADS = 8
-"""Threads that launch kernels to have them compiled."""
+"""So many threads launch kernels to have them compiled."""
 
 # --- which pieces ---------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def merge_single(program: BranchProgram) -> BranchProgram:
     awaited = {slot for _, unit in program.ahead for slot in unit.reads}
     runs: list[list[Unit]] = []
     starts: list[int] = []
-    """For each step the first run that begins with it or later."""
+    """For each step it has the first run that begins with it or later."""
     open_run = False
     for step in program.steps:
         for number, unit in enumerate(step):

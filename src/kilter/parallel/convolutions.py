@@ -32,11 +32,11 @@ CONVOLUTION_PROGRAMS = 160
 With the tile below this is on average within 4 % (16-bit numbers: 7 %) of the best of about 25
 settings for each of 19 shapes on an H200."""
 MOST_SPLITS = 8
-"""The most parts of a sum: adding up more takes longer than it saves."""
+"""A sum has at most so many parts: adding up more takes longer than it saves."""
 SHORTEST = 64
 """A sum is not split into parts shorter than this."""
 WINDOW = 64
-"""Pixels of the largest window: the kernel keeps a bit for each."""
+"""The largest window has so many pixels: the kernel keeps a bit for each."""
 
 _NORMS = {
     # operation: (training, epsilon) positions
@@ -171,7 +171,7 @@ class Convolution:
 
     node: fx.Node
     end: fx.Node
-    """The last operation, whose result the kernel makes."""
+    """It is the last operation, whose result the kernel makes."""
     norm: tuple[fx.Node, ...] = ()
     """It has mean, variance, gain and shift."""
     residual: fx.Node | None = None
@@ -238,7 +238,7 @@ def is_faster(found: Convolution, device: torch.device) -> bool:
 
 
 SEVERAL = 4
-"""Calls that are timed together: a single call takes no longer than the time between events."""
+"""So many calls are timed together: a single call takes no longer than the time between events."""
 
 
 Better = Callable[[Convolution], bool]

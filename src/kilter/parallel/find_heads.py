@@ -31,7 +31,7 @@ class _Match:
     reads: tuple[int, int, int]
     """They are the slots of q, k and v."""
     bias: fx.GraphModule
-    """Everything that is added to the scores: the scores of a product of zeros."""
+    """It makes everything that is added to the scores: the scores of a product of zeros."""
     bias_reads: tuple[int, ...]
     bias_key: Hashable
     width: int
@@ -60,9 +60,9 @@ class _Fusion:
     layers: dict[Hashable, FusedHeads] = field(default_factory=dict)
     """Layers with the same tables share them."""
     joined: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """For the results of a layer's heads, the slot of their concatenation."""
+    """It has, for the results of a layer's heads, the slot of their concatenation."""
     made_in: dict[int, int] = field(default_factory=dict)
-    """For each slot the step that writes it."""
+    """It has, for each slot, the step that writes it."""
 
     def add(self, step: tuple[Unit, ...]) -> None:
         step = tuple(_with_joined(unit, self.joined) for unit in step)

@@ -51,16 +51,17 @@ class Blocks:
     values: Cut = Cut(16, 64, 2, 2)
     attend: Cut = Cut(16, 128, 4, 3)
     slots: int = 8
-    """Slots that one program of the score kernel adds up; longer sums are split over programs."""
+    """One program of the score kernel adds up so many slots; longer sums are split over
+    programs."""
     together: int = 1
-    """Slots that are multiplied at once."""
+    """So many slots are multiplied at once."""
     precision: str = "tf32x3"
-    """Of float32 products: three TF32 products with the rounding errors added back. They are about
+    """Float32 products are three TF32 products with the rounding errors added back. They are about
     as exact as `ieee`, and are checked against float64 like every way."""
 
 
 HALF = replace(Blocks(), scores=Cut(16, 128, 4, 2), values=Cut(16, 128, 2, 2), together=2)
-"""For 16-bit operands, whose blocks are half as large."""
+"""They are for 16-bit operands, whose blocks are half as large."""
 
 
 @dataclass(frozen=True)

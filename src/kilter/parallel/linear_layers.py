@@ -196,12 +196,13 @@ class _Layer:
     turned: fx.Node
     weight: fx.Node
     one_row: bool
-    """By the kernel that reads every weight once. The library would use one row of its tiles."""
+    """It is computed by the kernel that reads every weight once. The library would use one row of
+    its tiles."""
     split: bool
     """It is for float32, by the kernel of three TF32 products."""
     relu: fx.Node | None = None
     norm: fx.Node | None = None
-    """The element of the layer norm's results that is its output."""
+    """It is the element of the layer norm's results that is its output."""
     residual: fx.Node | None = None
 
 

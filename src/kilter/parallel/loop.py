@@ -20,7 +20,7 @@ from kilter.parallel.checks import tf32_allowed
 
 Branches = Callable[..., Any] | Sequence[Callable[..., Any]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call, by position and by name."""
+"""They are the arguments of a call, by position and by name."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SerialLoop:
 
 
 TENSORS = (Tensor, nn.Parameter)
-"""Types of tensors that an input may have: a subclass may redefine its operations."""
+"""Tensors of these types may be in an input: a subclass may redefine its operations."""
 _VALUES = (Tensor, int, float, str, bool, type(None), torch.dtype)
 
 

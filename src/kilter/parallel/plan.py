@@ -20,7 +20,8 @@ from kilter.core.units import show_bytes, show_count, show_time
 FORK_GAIN = 0.03
 """A forked plan must be this much faster than the best unforked one (fraction of its time)."""
 ERROR_FACTOR = 2.0
-"""Allowed largest difference to a float64 reference, relative to the serial loop's own."""
+"""The largest difference to a float64 reference may be at most this, relative to the serial loop's
+own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Trial:
     prepare_s: float = 0.0
     """To build, compile and capture this way takes this."""
     memory_bytes: int | None = None
-    """Device memory of the pool that the captured graphs use."""
+    """The pool that the captured graphs use takes so much device memory."""
     refused: Reason | None = None
     searched: bool = False
     """Convolutions use the algorithms that the library found fastest when it tried them all."""
@@ -52,13 +53,14 @@ class BranchPlan:
     reason: Reason
     streams: int
     branches: int
-    """Branches found, over all layers."""
+    """So many branches were found, over all layers."""
     steps: int
-    """Pieces that run one after the other; branches of one step run together."""
+    """So many pieces run one after the other; branches of one step run together."""
     groups: tuple[tuple[int, ...], ...]
-    """Branches of the widest step that do the same work on tensors of the same shapes."""
+    """Branches in one group, of the widest step, do the same work on tensors of the same shapes."""
     lanes: tuple[tuple[int, ...], ...]
-    """For each stream the pieces of the widest step in the order of issue; main stream first."""
+    """Each stream has the pieces of the widest step in the order of issue; the main stream comes
+    first."""
     trials: tuple[Trial, ...]
     serial_error: float | None
     label: Label
@@ -78,9 +80,10 @@ class Region:
     start: int
     end: int
     branches: tuple[tuple[int, ...], ...]
-    """Node numbers of each branch, ascending; branches in the order of their first node."""
+    """Each branch has its node numbers, ascending; branches are in the order of their first
+    node."""
     gain: float
-    """Work that can be hidden behind the longest branch, in units of the weights."""
+    """This work can be hidden behind the longest branch, in units of the weights."""
 
 
 def group_equal(signatures: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:

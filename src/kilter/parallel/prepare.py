@@ -140,7 +140,7 @@ class _Contest:
         self.request = builder.request
         self.trials = [Trial(mode="serial")]
         self.best: tuple[Trial, Built] | None = None
-        """The chosen one of `trials`, as it was built; None: the serial loop."""
+        """It is the chosen one of `trials`, as it was built; None: the serial loop."""
 
     # --- which ways -------------------------------------------------------------------------------
 

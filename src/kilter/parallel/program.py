@@ -27,13 +27,14 @@ class Unit:
     """Units with equal keys do the same to tensors of the same shapes, strides and dtypes."""
     name: str
     graph: fx.GraphModule | None = None
-    """The unit's operations; None where there is nothing to compile."""
+    """It has the unit's operations; None where there is nothing to compile."""
     work: float = 1.0
-    """An estimate of the unit's share of the time, used until the unit is measured."""
+    """It estimates the unit's share of the time, and is used until the unit is measured."""
     members: int = 1
-    """Number of branches in the unit: more than one where a kernel runs several together."""
+    """The unit has so many branches: more than one where a kernel runs several together."""
     opaque: bool = False
-    """A callable of the user's that is called and not traced: a graph might not hold its work."""
+    """It is a callable of the user's that is called and not traced: a graph might not hold its
+    work."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,12 @@ class BranchProgram:
     slots: int
     inputs: tuple[int, ...]
     constants: tuple[tuple[int, Tensor], ...]
-    """Slots that hold weights, buffers and tables: read in place, never copied."""
+    """These slots hold weights, buffers and tables: read in place, never copied."""
     steps: tuple[tuple[Unit, ...], ...]
     outputs: tuple[int, ...]
     ahead: tuple[tuple[int, Unit], ...] = ()
-    """(step, unit): work that may start with that step and is needed by a later step only."""
+    """Each is a step and a unit: work that may start with that step and is needed by a later step
+    only."""
 
     def needed(self, unit: Unit) -> int:
         """The first step that reads what a unit of `ahead` writes."""

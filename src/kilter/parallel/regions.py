@@ -15,7 +15,7 @@ from kilter.parallel.program import BranchProgram, Unit
 from kilter.parallel.trace import WayRefused, tensor_of, value
 
 Chunks = list[list[list[fx.Node]]]
-"""For each step, for each unit, its nodes."""
+"""It has, for each step and each unit, the unit's nodes."""
 
 
 def from_graph(graph: fx.GraphModule) -> BranchProgram:

@@ -88,7 +88,7 @@ def share(
 
 
 CALLS_AHEAD = -2
-"""The number of the side stream for work that runs ahead of time."""
+"""The side stream for work that runs ahead of time has this number."""
 
 
 class ForkJoin:
@@ -98,7 +98,7 @@ class ForkJoin:
     def __init__(self, backend: StreamBackend, lanes: Sequence[Sequence[Sequence[int]]]) -> None:
         self.backend = backend
         self.lanes = lanes
-        """For each step the units of each lane; the first lane is the caller's stream."""
+        """It has, for each step, the units of each lane; the first lane is the caller's stream."""
         self._done: dict[int, Any] = {}
 
     def __call__(

@@ -67,13 +67,13 @@ class Trace:
     graph: fx.GraphModule
     out_spec: pytree.TreeSpec
     out_const: dict[int, Any]
-    """Flattened outputs that are no tensors."""
+    """These flattened outputs are no tensors."""
     cuts_gradient: str | None
-    """The line that detaches a tensor from autograd. The gradient of the traced operations would
-    flow through it."""
+    """It names the line that detaches a tensor from autograd. The gradient of the traced operations
+    would flow through it."""
     reads: dict[int, str] = field(default_factory=dict)
-    """For each tensor (by `id`) that outlives the call and is not watched, the line that reads
-    it."""
+    """It has, for each tensor (by `id`) that outlives the call and is not watched, the line that
+    reads it."""
 
 
 @contextmanager
@@ -112,7 +112,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (
     int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
-"""Types of results that a replay may return as the trace has seen them. An object of another type
+"""A replay may return results of these types as the trace has seen them. An object of another type
 could hold a tensor of the trace, which has no values."""
 
 
@@ -131,7 +131,7 @@ class _Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.watched = watched
         self.inside = False
-        """Whether the user's function runs now, and not the tracer around it."""
+        """It says whether the user's function runs now, and not the tracer around it."""
         self.cuts_gradient: str | None = None
         self.reads: dict[int, str] = {}
 

@@ -87,12 +87,12 @@ class _Search:
         self.tensors: dict[int, Tensor] = {}
         self.modules: list[nn.Module] = []
         self.versioned, self.others = _Items(), _Items()
-        """Items of dictionaries that have a version, and all others."""
+        """The first has items of dictionaries that have a version, the second all others."""
         self.cells: list[types.CellType] = []
         self.sized: list[Any] = []
-        """Containers to which nothing may be added."""
+        """Nothing may be added to these containers."""
         self._known: set[tuple[Any, ...]] = set()
-        """Classes, and names of Python modules, that were visited."""
+        """These classes, and names of Python modules, were visited."""
         seen: set[int] = set()
         pending = list(roots)
         while pending:

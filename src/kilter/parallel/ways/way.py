@@ -25,7 +25,7 @@ class Way:
     works_on: ClassVar[tuple[str, ...]]
     """It works on devices of these types."""
     tried_on: ClassVar[tuple[str, ...]] = ()
-    """Types of devices on which `auto` tries it."""
+    """On devices of these types `auto` tries it."""
     differentiable: ClassVar[bool] = False
     """Whether autograd can record its calls."""
     compiles: ClassVar[bool] = False

@@ -38,7 +38,7 @@ CLOCK_STEP_MHZ = 50
 AUTO = "AMDSMI_DEV_PERF_LEVEL_AUTO"
 DETERMINISM = "AMDSMI_DEV_PERF_LEVEL_DETERMINISM"
 WHOLE = ("SPX", "N/A")
-"""Compute partitions of a GPU that is not divided."""
+"""A GPU that is not divided has one of these compute partitions."""
 _KINDS: dict[int, type[DeviceError]] = {
     2: NotSupported,  # AMDSMI_STATUS_NOT_SUPPORTED
     3: NotSupported,  # AMDSMI_STATUS_NOT_YET_IMPLEMENTED

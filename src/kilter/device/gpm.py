@@ -17,8 +17,8 @@ from kilter.device.vendor import VendorLibrary
 EVERY_S = 1.0
 """Two samples are this far apart."""
 SM_UTIL, ANY_TENSOR_UTIL, DRAM_BW_UTIL = 2, 5, 10
-"""NVML_GPM_METRIC_*: shares of the SMs that are busy, of the tensor pipes' cycles, and of the
-memory's bandwidth, in percent."""
+"""These are NVML_GPM_METRIC_*: shares of the SMs that are busy, of the tensor pipes' cycles, and of
+the memory's bandwidth, in percent."""
 METRICS_VERSION = 1
 """NVML_GPM_METRICS_GET_VERSION."""
 
@@ -32,7 +32,7 @@ class UnitMonitor:
         self.handle = handle
         self._absent = False
         self._samples: list[Any] = []
-        """The last one first; two of them once there is something to compare."""
+        """The last one comes first; there are two of them once there is something to compare."""
         self._sampled_s = -math.inf
         self._last: Activity | None = None
 

@@ -51,19 +51,22 @@ from kilter.device.vendor import (
 T = TypeVar("T")
 
 POWER_NOW_OF_GPU = ((186, 0),)
-"""NVML_FI_DEV_POWER_INSTANT with NVML_POWER_SCOPE_GPU: not averaged over a second, and without the
-CPU of a Grace Hopper module."""
+"""It is NVML_FI_DEV_POWER_INSTANT with NVML_POWER_SCOPE_GPU: not averaged over a second, and
+without the CPU of a Grace Hopper module."""
 CLOCK_SM, CLOCK_MEMORY, TEMPERATURE_GPU = 1, 2, 0
-"""NVML's numbers for the kinds of clock and for the sensor on the die."""
+"""They are NVML's numbers for the kinds of clock and for the sensor on the die."""
 VOLTA, AMPERE = 5, 7
-"""NVML_DEVICE_ARCH_*: the first with locked SM clocks, and the first with locked memory clocks."""
+"""They are NVML_DEVICE_ARCH_*: the first with locked SM clocks, and the first with locked memory
+clocks."""
 SENSOR_PERIOD_S = {VOLTA: 0.02, 6: 0.1, AMPERE: 0.1, 8: 0.1, 9: 0.1}
-"""By architecture, Volta to Hopper: arXiv 2312.02741; 0.1 s on an H200 is our measurement."""
+"""It goes by architecture, Volta to Hopper: arXiv 2312.02741; 0.1 s on an H200 is our
+measurement."""
 SHARED_VIRTUALIZATION = (2, 3, 4)
-"""NVML_GPU_VIRTUALIZATION_MODE_VGPU, _HOST_VGPU and _HOST_VSGA; pass-through is not shared."""
+"""They are NVML_GPU_VIRTUALIZATION_MODE_VGPU, _HOST_VGPU and _HOST_VSGA; pass-through is not
+shared."""
 
 CAP_SYS_ADMIN = 21
-"""Its bit in a process's capabilities (linux/capability.h)."""
+"""It has this bit in a process's capabilities (linux/capability.h)."""
 PERMISSION_ADVICE = (
     "to set clocks and limits, run as root, or start the container with --cap-add SYS_ADMIN, or "
     "ask the administrator of this machine"
@@ -91,7 +94,7 @@ _EXPLAINED: Mapping[str, tuple[type[DeviceError], str]] = {
     "GPU_NOT_FOUND": (DeviceLost, "the GPU is no longer visible: see dmesg for Xid"),
     "TIMEOUT": (DeviceHung, "the driver gave up waiting for the GPU: see dmesg for Xid"),
 }
-"""The one map from the vendor's error codes (by name, without NVML_ERROR_) to ours."""
+"""It is the one map from the vendor's error codes (by name, without NVML_ERROR_) to ours."""
 
 _THROTTLE = (
     (0x001, Throttle.IDLE),
@@ -104,7 +107,8 @@ _THROTTLE = (
     (0x080, Throttle.HARDWARE),
     (0x100, Throttle.CLOCK_SETTING),
 )
-"""NVML's clock event reasons, once named throttle reasons: the names changed, not the bits."""
+"""They are NVML's clock event reasons, once named throttle reasons: the names changed, not the
+bits."""
 
 
 def missing_privilege(process: Path = Path("/proc/self")) -> str | None:
@@ -259,11 +263,11 @@ class NvidiaDevice(VendorDevice):
         self._shared: str | None = None
         """Why a change would reach beyond this job's GPU."""
         self._absent: set[tuple[Any, ...]] = set()
-        """Sensors that the GPU or the driver lacks: asked for once."""
+        """The GPU or the driver lacks these sensors: they were asked for once."""
         self._units: UnitMonitor | None = None
         self._requested: dict[str, float | None] = {}
-        """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
-        not have acted; no entry: not touched."""
+        """This object has locked clocks (Hz) or released them (`None`); NaN where its own call may
+        or may not have acted; no entry: not touched."""
 
     # Reading --------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class VendorLibrary(ABC):
     """A vendor's Python binding, with its errors in our words."""
 
     raises: str
-    """What the binding calls the class of its errors."""
+    """The binding has this name for the class of its errors."""
     package: str
     """Where its calls come from, and how to get a newer one."""
 
@@ -117,7 +117,7 @@ class VendorDevice(ABC):
         self._handle: Any = None
         self._info: DeviceInfo | None = None
         self._told_limit_w: float | None = None
-        """The power limit that `settings` has told, or that this object has set since."""
+        """It is the power limit that `settings` has told, or that this object has set since."""
 
     def info(self) -> DeviceInfo:
         if self._info is None:

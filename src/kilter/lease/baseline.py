@@ -33,7 +33,7 @@ BASELINE_VARIABLE = "KILTER_BASELINE"
 MAX_BASELINE_BYTES = 2**20
 LIMIT_TOLERANCE_W = 1.0
 BUSY_UTILISATION = 0.9
-"""SM utilisation from which a low clock needs a reason."""
+"""From this SM utilisation on a low clock needs a reason."""
 
 
 class GpuBaseline(

@@ -43,16 +43,17 @@ PATIENCE_S = 5.0
 MAX_JOURNAL_BYTES = 64 * 2**10
 """A journal has at most this size; a kilter's own has a hundredth of it."""
 CLOCK_STEP_HZ = 16 * MHZ
-"""A little more than a step of an observed clock (15 MHz on NVIDIA)."""
+"""It is a little more than a step of an observed clock (15 MHz on NVIDIA)."""
 BUSY = 0.5
-"""Utilisation from which an observed clock says something about a cap: an idle GPU is slow."""
+"""From this utilisation on an observed clock says something about a cap: an idle GPU is slow."""
 
 TOLERANCE: Mapping[Knob, float] = {
     "sm_clock_hz": 0.5 * MHZ,
     "memory_clock_hz": 0.5 * MHZ,
     "power_limit_w": 1.0,
 }
-"""Of a request that is read back: clocks are counted in MHz, and some boards round to a watt."""
+"""A request that is read back may differ by this: clocks are counted in MHz, and some boards round
+to a watt."""
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +71,15 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """It names one watcher: where another one stands here, the job no longer counts on it."""
     found: Setting
     before: Setting
-    """In force until `last` was asked for: a kill may come before it was."""
+    """It was in force until `last` was asked for: a kill may come before it was."""
     last: Setting
     obeyed: bool = False
     """`last` was seen to act; a clock above it later is somebody else's doing."""
     deadline_s: float | None = None
-    """On this machine's monotonic clock, when `last` was asked for; renewals are not written."""
+    """It was this on the machine's monotonic clock, when `last` was asked for; renewals are not
+    written."""
     written: str
-    """Local time, for people."""
+    """It is local time, for people."""
 
 
 def announced(
@@ -113,7 +115,7 @@ class RestoreOutcome:
     after: Setting | None = None
     """It is told as far as the vendor tells it."""
     left: tuple[Knob, ...] = ()
-    """Knobs that somebody else has changed since, and that were therefore left alone."""
+    """Somebody else has changed these knobs since, and so they were left alone."""
     pid: int | None = None
     """This job wrote the journal, or holds the GPU."""
 
@@ -189,9 +191,9 @@ class Holder:
     pid: int
     start_ticks: int
     deadline_s: float
-    """On this machine's monotonic clock, renewals included; infinite: none."""
+    """It is on this machine's monotonic clock, renewals included; infinite: none."""
     kept_s: float
-    """The last deadline at which the watcher has put the found setting back; NaN: none."""
+    """At this deadline the watcher has put the found setting back last; NaN: none."""
     ending: bool = False
     """It is just putting things back, and lets the GPU go then."""
 
@@ -212,7 +214,7 @@ class Holder:
 
 
 _LINE = 64
-"""Bytes of one in a lock."""
+"""One line in a lock has so many bytes."""
 _ENDING = "ending"
 _ORPHANS = "the watcher or a child of a dead process"
 
@@ -445,7 +447,8 @@ def boot_id() -> str:
 
 
 _EXITING = 0x4
-"""PF_EXITING of the kernel: a killed process that has much memory to give back takes seconds."""
+"""It is PF_EXITING of the kernel: a killed process that has much memory to give back takes
+seconds."""
 
 
 def start_ticks(pid: int) -> int | None:
@@ -599,7 +602,7 @@ class Entry:
 
     uuid: str
     journal: Journal | None
-    """`None` if it is damaged."""
+    """It is `None` if the journal is damaged."""
     fault: str | None = None
     """What is wrong with it."""
     alive: bool

@@ -77,7 +77,8 @@ from kilter.lease.machine import POLL_S, GpuLock
 from kilter.lease.watcher import GOODBYE, MESSAGE
 
 HOLD_S = 60.0
-"""Default deadline of a lower setting. A job that hangs is back at the found setting by then."""
+"""A lower setting has this deadline by default. A job that hangs is back at the found setting by
+then."""
 SWITCH_LATENCY_S = 1.0
 """How long a set may take to act on a device that does not say."""
 WATCHER_START_S = 60.0

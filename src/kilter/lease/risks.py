@@ -17,7 +17,8 @@ from kilter.lease.machine import LOCK_VARIABLE, MACHINE, machine_directory
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel gives the machine's own this number (PROC_PID_INIT_INO)."""
 _KILLED_AS_A_WHOLE = re.compile(r"slurm|pbs|kubepods|docker|libpod|containerd|crio|lxc|job_?\d")
-"""Parts of the names of cgroups that are ended with the job: of batch systems and containers."""
+"""It finds parts of the names of cgroups that are ended with the job: of batch systems and
+containers."""
 
 
 def risks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> list[str]:

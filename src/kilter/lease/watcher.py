@@ -35,12 +35,12 @@ from kilter.lease.journal import (
 from kilter.lease.machine import GpuLock
 
 MESSAGE = struct.Struct("=Qd")
-"""Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
-pid, when it is able to restore; then the number of each deadline that has passed, once the found
-setting is back."""
+"""The job tells the watcher a number and a deadline (monotonic seconds; infinite: none). The
+watcher tells the job first its pid, when it is able to restore; then the number of each deadline
+that has passed, once the found setting is back."""
 GOODBYE = -math.inf
-"""In place of a deadline: everything is back, and the journal is gone because of that. A journal
-that is gone without this word was deleted by somebody else."""
+"""It stands in place of a deadline: everything is back, and the journal is gone because of that. A
+journal that is gone without this word was deleted by somebody else."""
 TRIES_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before each attempt to put a dead job's GPU back."""
 AGAIN_S = 5.0

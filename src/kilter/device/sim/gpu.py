@@ -28,8 +28,8 @@ from kilter.model.power import capped_clock
 from kilter.model.roofline import Quantity
 
 STEADY = Noise(white=0.003, drift=0.002, outlier_probability=0.005, power=0.005)
-"""The noise of a job that has its GPU to itself: about twice what was measured on an H200 (0.15 to
-0.17 % between iterations of three training loops, neighbours correlated by 0.3 to 0.5)."""
+"""A job that has its GPU to itself has this noise: about twice what was measured on an H200 (0.15
+to 0.17 % between iterations of three training loops, neighbours correlated by 0.3 to 0.5)."""
 
 
 class _Point(NamedTuple):
@@ -83,7 +83,7 @@ class SimGpu:
         self._asked = Setting()
         self._force = Setting()
         self._pending: list[tuple[float, Setting]] = []
-        """Settings on their way, and when they begin to act; in that order."""
+        """It holds settings on their way, and when they begin to act; in that order."""
         self._states: dict[tuple[Work, Setting, float, float], _State] = {}
         asleep_c = profile.thermal.after(0.0, profile.power.idle_w, math.inf)
         self._now = _Point(

@@ -34,13 +34,13 @@ class Knobs:
     sm_idle_hz: float
     """Where the clock falls when the device is asleep."""
     memory_clocks_hz: tuple[float, ...]
-    """Ascending; the last one is the default."""
+    """They are ascending; the last one is the default."""
     limit_lowest_w: float
     limit_highest_w: float
     """It is the default as well."""
     limit_step_w: float
     limit_kept: float
-    """Fraction of the limit at which the device holds its power once it throttles."""
+    """Once it throttles, the device holds its power at this fraction of the limit."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -124,7 +124,7 @@ class FitEvidence:
     workloads: int
     rows: int
     fit_time_error: float | None = None
-    """`None`: the measurements do not say."""
+    """It is `None` where the measurements do not say."""
     fit_energy_error: float | None = None
     held_out: str
     """How the errors on workloads that the card was not fitted to were found."""
@@ -132,7 +132,7 @@ class FitEvidence:
     held_out_time_error: float | None = None
     held_out_energy_error: float | None = None
     checks: tuple[str, ...]
-    """Other measurements that the fit has not seen, and how well it meets them."""
+    """They are other measurements that the fit has not seen, and how well it meets them."""
     assumed: tuple[str, ...]
     """What no measurement stands behind."""
 

@@ -38,11 +38,11 @@ COLUMNS = (
     "energy_j",
 )
 MOST_MHZ = 50_000.0
-"""Far above any card's clock: what is larger was written in Hz or kHz."""
+"""It is far above any card's clock: what is larger was written in Hz or kHz."""
 LEAST, MOST = 1e-30, 1e30
 """Numbers of a table lie between these, so that their ratios are numbers as well."""
 WORK_COLUMNS = ("flops", "bytes_moved")
-"""Columns that a table may have: of the piece of work that `time_s` is the time of."""
+"""A table may have these columns for the piece of work that `time_s` is the time of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class RecordedRow:
     power_w: float
     """It is the mean power of the card."""
     energy_j: float
-    """Energy of the same piece of work."""
+    """The same piece of work takes this energy."""
     flops: float | None = None
     bytes_moved: float | None = None
 
@@ -69,10 +69,10 @@ class RecordedWorkload:
     name: str
     rows: tuple[RecordedRow, ...]
     default: RecordedRow
-    """The row of the unlocked card (all knobs blank), else the highest core clock, then memory
-    clock, then power limit; a knob left blank beside set ones counts as the highest."""
+    """It is the row of the unlocked card (all knobs blank), else the highest core clock, then
+    memory clock, then power limit; a knob left blank beside set ones counts as the highest."""
     busy: float | None = None
-    """Share of the default's time in which the card works, where that is known."""
+    """The card works in this share of the default's time, where that is known."""
 
     def at(self, setting: Setting) -> RecordedRow | None:
         return next((row for row in self.rows if row.setting == setting), None)
@@ -221,7 +221,7 @@ def _number(text: str, name: str, where: str) -> float | None:
 
 
 TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_mhz")
-"""Columns that a recording must have; `mem_used_mib` is read where it is there."""
+"""A recording must have these columns; `mem_used_mib` is read where it is there."""
 MOST_APART = 100.0
 """Factor between the mean powers by both columns from which on one has another unit."""
 SPAN_S = (1e-3, 1e8)

@@ -12,7 +12,7 @@ from kilter.model.power import Power
 from kilter.model.roofline import Array, Roofline
 
 CLOCKLESS = (Kind.GAP, Kind.DATA_WAIT, Kind.COPY, Kind.COLLECTIVE)
-"""Kinds that keep the time they have in the trace: the host or a link decides it."""
+"""Operations of these kinds keep the time they have in the trace: the host or a link decides it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,13 +20,13 @@ class Work:
     """One iteration. Compared and hashed by identity."""
 
     flops: Array
-    """Per operation, as the roofline's time needs them: a kernel that reaches half of the peak
-    counts double."""
+    """It has them per operation, as the roofline's time needs them: a kernel that reaches half of
+    the peak counts double."""
     bytes_moved: Array
     floor_s: Array
-    """Host time of the launches: an operation takes at least this."""
+    """The host takes this for the launches: an operation takes at least this."""
     fixed_s: float
-    """Time of everything that no clock changes."""
+    """Everything that no clock changes takes this."""
     switched_flops: float
     """The whole iteration has so many, as its energy needs them."""
     switched_bytes: float

@@ -28,7 +28,7 @@ AUDIT = Path("/var/log/kilter/audit.jsonl")
 MAX_CONFIG_BYTES = 2**20
 BACKLOG = 256
 FIRST_PASSED = 3
-"""The number of the first descriptor that systemd passes (sd_listen_fds)."""
+"""It is the number of the first descriptor that systemd passes (sd_listen_fds)."""
 
 
 def load_policy(path: Path) -> DaemonPolicy:

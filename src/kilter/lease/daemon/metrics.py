@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kilter.lease.daemon.service import Service
 
 SCRAPE_S = 5.0
-"""For a request to be there, and for its answer to be taken."""
+"""A request has this time to be there, and its answer to be taken."""
 OF_A_LEASE = ("gpu", "user", "pid", "program")
 
 

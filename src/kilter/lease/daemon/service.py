@@ -77,7 +77,8 @@ class RateBucket:
 
 
 OTHERS = "others"
-"""In place of the names of users whom the policy does not name: those may be any number."""
+"""It stands in place of the names of users whom the policy does not name: those may be any
+number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Ledger:
     sets: Counter[str] = field(default_factory=Counter)
     restores: Counter[str] = field(default_factory=Counter)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Also by the name of the error."""
+    """They are counted by the name of the error as well."""
     energy_j: dict[str, float] = field(default_factory=dict)
     """Each GPU has used this while under leases, as far as it has been counted."""
 

@@ -120,7 +120,7 @@ _OF_MEMORY = {
     "memory_peak_bytes": "peak_bytes",
     "memory_host_bytes": "host_bytes",
 }
-"""Metric -> where `report.json`, and its part `memory`, have the value."""
+"""It maps a metric to where `report.json`, and its part `memory`, have the value."""
 
 
 def rows(run: Path) -> dict[str, float]:

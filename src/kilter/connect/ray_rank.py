@@ -31,7 +31,7 @@ class RankSite(msgspec.Struct, frozen=True):
     folder: str
     """The job was started in it."""
     script: str | None
-    """A file, relative to the folder or absolute; None for a module."""
+    """It is a file, relative to the folder or absolute; None for a module."""
     endpoint: str
     """The daemon can be reached by this file."""
 
@@ -40,7 +40,7 @@ class SiteReport(msgspec.Struct, frozen=True):
     """What it has found there."""
 
     missing: str | None
-    """The folder or the script, if it is not there."""
+    """It names the folder or the script, if that is not there."""
     unreached: str | None
     """Why the daemon cannot be reached."""
     free_port: int

@@ -44,15 +44,15 @@ class Program:
     """What is going to be `__main__`: a module for `runpy`, or the code of one file."""
 
     argv: tuple[str, ...]
-    """`sys.argv` as the first line of the program sees it."""
+    """It is `sys.argv` as the first line of the program sees it."""
     path0: str | None
-    """What python puts in front of `sys.path`; None if it puts nothing there."""
+    """Python puts this in front of `sys.path`; None if it puts nothing there."""
     module: str | None = None
     """As after `python -m`; `__main__` means that of the directory or zip file in `path0`."""
     file: str | None = None
-    """The absolute path of a script, or `<stdin>`."""
+    """It is the absolute path of a script, or `<stdin>`."""
     body: bytes | CodeType = b""
-    """The source, or the code of a `.pyc`, of `file`."""
+    """It is the source, or the code of a `.pyc`, of `file`."""
 
 
 def find_program(command: Sequence[str]) -> Program:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kilter.session.options import Options
 
 _FIRST_OF_ALL = 2**31
-"""Priority among the finalizers of `multiprocessing`, which run as soon as the target has ended."""
+"""It has this priority among the finalizers of `multiprocessing`, which run as soon as the target
+has ended."""
 
 
 def _say(where: str, error: str) -> None:

@@ -23,7 +23,7 @@ from kilter.session.options import Options
 
 _ITEM = "kilter"
 _FORK_SERVER = "ignore"
-"""The name under which `multiprocessing.forkserver` asks for what its server imports: no child."""
+"""Under this name `multiprocessing.forkserver` asks for what its server imports: no child."""
 _ENTER = """\
 try:
     from kilter.app.spawned import enter
@@ -38,7 +38,7 @@ class ChildMessage(msgspec.Struct, frozen=True):
     """What a child is told."""
 
     run: Path
-    """The directory of its parent's run."""
+    """It is the directory of its parent's run."""
     group: int
     """Children that run at the same time are ranks of one job, and have one number."""
     options: Options

@@ -56,7 +56,7 @@ class Fence:
         self.broken_into: str | None = None
         """Which exception of the program has interrupted us, and where."""
         self.late: set[int] = set()
-        """The ids of exceptions of the program that are being raised for the second time."""
+        """It has the ids of exceptions of the program that are being raised for the second time."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
         """`function` behind the fence. Its result is dropped."""

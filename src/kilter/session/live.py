@@ -25,7 +25,7 @@ from kilter.session.unseen import Unseen
 TICK_S = 0.1
 """How often our thread looks: the sensors of today's GPUs change ten times a second."""
 RECORD_EVERY_S = 0.5
-"""Readings of the sensors that go into the events, at the most."""
+"""Readings of the sensors go into the events at most this often."""
 OTHERS_S = 5.0
 """How long rank 0 waits for the ends of the other ranks before it sums up."""
 

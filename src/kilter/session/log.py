@@ -22,7 +22,7 @@ class Ending:
     rehearses: bool = False
     """A rehearsal is under way, so that a Ctrl-C is meant for it."""
     by_s: float = float("inf")
-    """`time.monotonic()` after which kilter waits for no other rank and no thread."""
+    """When `time.monotonic()` is later, kilter waits for no other rank and no thread."""
 
 
 class RunLog:
@@ -39,7 +39,7 @@ class RunLog:
     ) -> None:
         self.recorder = recorder
         self.rehearsed_iterations = 0
-        """Iterations that were simulated after the script."""
+        """So many iterations were simulated after the script."""
         self._listener = listener
         self._ending = ending
         self._began_s = began_s

@@ -15,20 +15,20 @@ from kilter.observe import torch_internals
 from kilter.observe.collective_counts import distributed
 
 LOOKS_PER_S = 4096
-"""Looks of all ranks together for messages that do not come: what one store answers in passing. Up
-to some hundred ranks each looks as often as it likes."""
+"""All ranks together look so often per second for messages that do not come: one store answers that
+in passing. Up to some hundred ranks each looks as often as it likes."""
 BACK_OFF = 0.5
 """A message that has been missing for so long is looked for again after this share of that time, up
 to the above: most come soon, and all ranks wait for the same one."""
 LEAST_PAUSE_S = 0.05
-"""Between two looks, where the ranks are too many for each to look as often as it likes: a session
-asks more than once in a tick."""
+"""Two looks are at least so far apart, where the ranks are too many for each to look as often as it
+likes: a session asks more than once in a tick."""
 _MISSING = "?"
 """It stands where there is no message."""
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
 LONGEST_ANSWER_S = 30.0
-"""The same where all ranks depend on the answer."""
+"""It is waited for so long where all ranks depend on the answer."""
 
 
 class LookPace:
@@ -67,7 +67,7 @@ class StoreMessages:
         self._pace = LookPace(world_size)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: dict[str, _Call] = {}
-        """Looks, by name."""
+        """It holds looks, by name."""
         self._gone: str | None = None
         threading.Thread(target=self._talk, name="kilter-messages", daemon=True).start()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from kilter.core.plan import Goal
 
 REHEARSE_S = 5.0
-"""Real seconds that a rehearsal may take after the script, unless the user asks for more."""
+"""A rehearsal may take so many real seconds after the script, unless the user asks for more."""
 
 HISTORY_AUTO, HISTORY_OFF = "auto", "off"
-"""In place of the history's file: the user's own, or none."""
+"""They stand in place of the history's file: the user's own, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +32,23 @@ class Options:
     recompute: str | None = None
     """It is one of `RECOMPUTE`; None: `auto` on a GPU, else `operations`."""
     strict: bool = False
-    """A memory budget that is not kept is a failure of the run."""
+    """It makes a memory budget that is not kept a failure of the run."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool | None = None
-    """Clocks inside the iteration, for communication sections, in place of the whole job's; None:
-    where they pay more."""
+    """It has clocks set inside the iteration, for communication sections, in place of the whole
+    job's; None: where they pay more."""
     operations: bool = False
-    """Clocks inside the iteration, for stretches of unit operations, where they pay more than the
-    whole job's."""
+    """It has clocks set inside the iteration, for stretches of unit operations, where they pay more
+    than the whole job's."""
     rehearse_s: float | None = None
-    """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
+    """A rehearsal after the script may take so many real seconds; None: `REHEARSE_S`."""
     history: str = HISTORY_AUTO
-    """The file of earlier runs, `HISTORY_AUTO` or `HISTORY_OFF`."""
+    """It is the file of earlier runs, `HISTORY_AUTO` or `HISTORY_OFF`."""
     predictor: Path | None = None
-    """A file of `kilter learn`, which orders the first probes."""
+    """It is a file of `kilter learn`, which orders the first probes."""
     config: Path | None = None
-    """The file that some of these were read from."""
+    """Some of these were read from this file."""
 
     @property
     def rehearsal_s(self) -> float:

@@ -37,8 +37,9 @@ class Recorder:
             raise FileError(f"{path}: {why}") from error
         self._closed = False
         self._writing: tuple[int, bytes] | None = None
-        """Size of the file, and what is being appended. Left behind by an exception that came from
-        a signal handler of the program: the next call appends what has not arrived."""
+        """It holds the size of the file, and what is being appended. An exception that came from a
+        signal handler of the program leaves it behind: the next call appends what has not
+        arrived."""
 
     def __call__(self, event: AnyEvent) -> None:
         line = self._encode(event) + b"\n"

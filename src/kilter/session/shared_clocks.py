@@ -39,7 +39,7 @@ SETTLE_S = 1.0
 MOST_SHARED_BLOCK_S = 300.0
 """A job without steps for that long is nothing to compare with."""
 HOLD_S = 60.0
-"""The deadline of a lower setting; renewed while the daemon runs."""
+"""A lower setting has this deadline; it is renewed while the daemon runs."""
 RENEW_S = 10.0
 
 _Jobs = tuple[ContractedJob, ...]

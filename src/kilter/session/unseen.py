@@ -17,13 +17,14 @@ UNSEEN_S = 2.0
 """A script that has waited so long for other processes, without an iteration of its own, is told
 that these are not observed."""
 CHILDREN_S = 1.0
-"""CPU time from which other processes may have held the iterations that were not seen here."""
+"""From this CPU time on, other processes may have held the iterations that were not seen here."""
 _WAITS = {
     "/multiprocessing/process.py": "multiprocessing",
     "/torch/multiprocessing/spawn.py": "torch.multiprocessing.spawn",
 }
-"""File in whose `join` a thread stands that waits for a process -> how the process was started. Not
-`subprocess`: scripts wait for compilers and downloads before their first iteration."""
+"""It maps the file in whose `join` a thread stands that waits for a process to how the process was
+started. `subprocess` is not in it: scripts wait for compilers and downloads before their first
+iteration."""
 _FORKED = (
     "if they train, start them by spawn (multiprocessing.get_context('spawn'), or "
     "torch.multiprocessing.spawn), and they are the ranks of this run; or let kilter start them "

@@ -69,7 +69,7 @@ class WatchEnd:
     reason: str
     """It says in words why the watch ended."""
     detection: Detection | None
-    """The last verdict on the telemetry; None if there was never enough of it."""
+    """It is the last verdict on the telemetry; None if there was never enough of it."""
     rhythm: Rhythm | None
     verdict: str | None
     """Why nothing could be governed; None if there is a period."""
@@ -159,7 +159,7 @@ class _Watch:
         self._rhythm: Rhythm | None = None
         self._tries: tuple[Setting, ...] = ()
         self._case: OutsideConductor | None = None
-        """The search that is under way."""
+        """It is the search that is under way."""
         self._before = (0, 0)
         """The cases before this one had so many blocks and iterations."""
         self._sampled_s = -RECORD_EVERY_S

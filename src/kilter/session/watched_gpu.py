@@ -21,7 +21,7 @@ WATCH_EVERY_S = 0.05
 OCCUPANTS_EVERY_S = 0.5
 """How often to look who computes on the GPU."""
 ABSENT_LOOKS = 2
-"""In a row, before a job that the driver does not list any more is taken for ended."""
+"""A job that the driver does not list any more is taken for ended after so many looks in a row."""
 
 
 class Occupants:

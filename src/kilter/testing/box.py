@@ -39,7 +39,7 @@ LOW = {"sm_mhz": 1200, "limit_w": 400}
 OWN = b"the program's own file"
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 TIMEOUT_S = 60.0
-"""For a condition that is waited for; normally a fraction of a second."""
+"""A condition is waited for this long; it normally takes a fraction of a second."""
 
 
 class Box:

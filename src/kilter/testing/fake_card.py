@@ -21,25 +21,26 @@ class Card(msgspec.Struct, kw_only=True):
     pci_bus_id: str = ""
     architecture: int = 9
     sm_clocks_mhz: tuple[int, int, int] = (345, 1980, 15)
-    """Lowest, highest, step."""
+    """They are the lowest, the highest, and the step."""
     memory_clocks_mhz: tuple[int, ...] = (2201, 3201)
     sm_top_mhz: dict[int, int] = {}
-    """Memory clock -> highest SM clock there; gaming cards have few SM clocks at their lowest."""
+    """It maps a memory clock to the highest SM clock there; gaming cards have few SM clocks at
+    their lowest."""
     power_limits_mw: tuple[int, int] = (200_000, 700_000)
     default_limit_mw: int = 700_000
     memory_bytes: int = 143_771 * 2**20
 
     idle_w: float = 75.0
     memory_w: float = 165.0
-    """At full load and the highest memory clock, on top of idle."""
+    """It is drawn at full load and the highest memory clock, on top of idle."""
     core_w: float = 420.0
-    """At full load and the highest SM clock, on top of the two."""
+    """It is drawn at full load and the highest SM clock, on top of the two."""
     module_w: float = 0.0
-    """A CPU on the same module: counted by the energy counter and `GetPowerUsage`, not by the
-    power field with the scope of the GPU."""
+    """A CPU on the same module draws this: the energy counter and `GetPowerUsage` count it, the
+    power field with the scope of the GPU does not."""
 
     load: float = 0.0
-    """0 idle to 1 busy; what the imagined job does."""
+    """It goes from 0, idle, to 1, busy: what the imagined job does."""
     sm_lock_mhz: tuple[int, int] | None = None
     memory_lock_mhz: tuple[int, int] | None = None
     limit_mw: int | None = None
@@ -54,9 +55,9 @@ class Card(msgspec.Struct, kw_only=True):
     has_energy_counter: bool = True
     counter_stuck: bool = False
     memory_lockable: bool = True
-    """Volta and Turing: no locked memory clocks."""
+    """It is False for Volta and Turing: they have no locked memory clocks."""
     clips_sm_mhz: tuple[int, int] | None = None
-    """Accepts any request, obeys it only inside this range."""
+    """The card accepts any request, and obeys it only inside this range."""
 
     event_reasons: int = 0
     """These bits come on top of those for idle and power cap."""
@@ -64,7 +65,7 @@ class Card(msgspec.Struct, kw_only=True):
     sm_active: float = 0.9
     dram_active: float = 0.4
     tensor_active: float = 0.3
-    """At full load, as the performance monitoring of Hopper and newer tells them."""
+    """It is as at full load, as the performance monitoring of Hopper and newer tells it."""
     loaded_s: float = 0.0
     """It is the integral of the load: its counters."""
 
@@ -119,9 +120,9 @@ class Rule(msgspec.Struct, kw_only=True):
     """A scripted refusal, lie or hang: what happens to calls whose name matches."""
 
     call: str
-    """A name, or a pattern as in `fnmatch`: `nvmlDeviceSet*`."""
+    """It is a name, or a pattern as in `fnmatch`: `nvmlDeviceSet*`."""
     card: int | None = None
-    """Only for this card; `None`: for all, and for calls without a card."""
+    """It holds for this card only; `None`: for all, and for calls without a card."""
     skip: int = 0
     """Let this many matching calls pass first: a refusal in the middle, or at restore."""
     times: int | None = None
@@ -143,16 +144,16 @@ class FakeState(msgspec.Struct, kw_only=True):
     cards: list[Card]
     driver: str = "580.159.04"
     init_error: int | None = None
-    """Code that `nvmlInit` raises."""
+    """`nvmlInit` raises this code."""
     permitted: bool = True
     """Whether anybody may set anything."""
     permitted_uid: int | None = None
-    """The only user who may; None: every user."""
+    """It is the only user who may; None: every user."""
     missing: list[str] = []
-    """Calls that the driver's library does not have (`FUNCTION_NOT_FOUND`)."""
+    """The driver's library does not have these calls (`FUNCTION_NOT_FOUND`)."""
     rules: list[Rule] = []
     virtual_s: float | None = None
-    """The cards' clock: moved by `advance` only, or real time if `None`."""
+    """The cards' clock is this: moved by `advance` only, or real time if `None`."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ from kilter.testing.fake_card import Call, Card, FakeState, Rule
 T = TypeVar("T")
 
 FAKE_STATE_VARIABLE = "KILTER_TEST_NVML"
-"""Names the file with the cards, for processes that import the shim."""
+"""It names the file with the cards, for processes that import the shim."""
 
 _ERRORS = {
     "UNINITIALIZED": (1, "Uninitialized"),
@@ -86,7 +86,7 @@ class NVMLError(Exception):
 
 
 ERROR_CLASSES: dict[str, type[NVMLError]] = {}
-"""`NVMLError_NoPermission` and so on, named as the binding names them."""
+"""They are `NVMLError_NoPermission` and so on, named as the binding names them."""
 for _name, (_code, _text) in _ERRORS.items():
     _class = "NVMLError_" + string.capwords(_name, "_").replace("_", "")
     ERROR_CLASSES[_class] = type(_class, (NVMLError,), {"code": _code})
@@ -123,7 +123,7 @@ def shim_path() -> Path:
 
 
 _LOGGED = (int, str, list)
-"""Kinds of arguments that the log of the calls can hold."""
+"""The log of the calls can hold arguments of these kinds."""
 
 
 def _binding(act: Callable[..., T]) -> Callable[..., T]:
@@ -620,7 +620,7 @@ _READINGS: dict[str, Callable[[Card], Any]] = {
     "nvmlDeviceGetPowerManagementDefaultLimit(handle)": lambda card: card.default_limit_mw,
     "nvmlDeviceGetPowerManagementLimitConstraints(handle)": lambda card: list(card.power_limits_mw),
 }
-"""Calls, with the parameters of the binding, that only look at a card."""
+"""These calls, with the parameters of the binding, only look at a card."""
 
 
 def _parameter(text: str) -> inspect.Parameter:

@@ -37,7 +37,7 @@ from kilter.observe.torch_internals import COMPILER
 
 PRELOADED = ("numpy", "torch", COMPILER)
 _EMPTIED = ("__main__", "builtins", "sys")
-"""Modules that the interpreter needs to the last."""
+"""The interpreter needs these modules to the last."""
 _M_MMAP_THRESHOLD = -3
 """It is from glibc's `malloc.h`."""
 _MOST_BYTES = 2**17

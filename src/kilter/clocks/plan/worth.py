@@ -36,8 +36,8 @@ from kilter.core.units import show_fraction, show_time
 PRESENT = 0.9
 """A section has to be in this share of the iterations to be predicted."""
 CALLS_PER_S = 10.0
-"""One GPU gets so many clock calls per second. At 20 per second they were seen to delay NCCL
-(NVIDIA/nccl issue 1551)."""
+"""One GPU gets at most so many clock calls per second. At 20 per second they were seen to delay
+NCCL (NVIDIA/nccl issue 1551)."""
 MOST_LABELS = 256
 """So many non-dominated pairs are kept per section."""
 _NORMAL = NormalDist()

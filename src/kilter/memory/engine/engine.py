@@ -79,7 +79,8 @@ class SwapReport(MemoryCounts, frozen=True, kw_only=True):
     settled: bool
     """There is a plan, and every plan was measured and holds."""
     highest_bytes: int
-    """No pass of any kind, as each runs now, measured a larger peak; 0: not measured."""
+    """The largest measured peak of passes of all kinds, each as it runs now, is this; 0: not
+    measured."""
     peaks_bytes: tuple[int, ...]
     """The first passes under each plan had these measured peaks, in order of planning."""
     refused: tuple[Reason, ...]

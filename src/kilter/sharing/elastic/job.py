@@ -529,8 +529,9 @@ class _Pass:
         self._share: Share | None = None
         """It is None until the pass is divided."""
         self.forwards = self.backwards = self.trained = self.stepped = 0
-        """Passes of models, to train them, on its batches; batches after which there was a backward
-        pass, or a step, before the next batch was drawn."""
+        """`forwards` counts passes of models, to train them, on its batches; `trained` and
+        `stepped` count batches after which there was a backward pass, or a step, before the next
+        batch was drawn."""
         self._before = 0, 0
         self.samples = 0
         """The latest batch has so many."""

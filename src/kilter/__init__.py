@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "divided", "govern", "parallel", "share", "size"]
-"""Without the callbacks: `from kilter import *` must not ask for frameworks that are not there."""
+"""It is without the callbacks: `from kilter import *` must not ask for frameworks that are not
+there."""
 
 _HOMES = {
     "AccelerateCallback": "kilter.connect.accelerate",

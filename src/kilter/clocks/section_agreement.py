@@ -24,8 +24,8 @@ from kilter.core.messages import RankMessages
 from kilter.core.section_record import SectionsFound
 
 FollowDepths = Callable[[Sequence[int], Sequence[tuple[int, Sequence[int]]]], None]
-"""Has the conductor follow these depths of this rank's stretches, and others from the iterations on
-that begin with these iteration ends."""
+"""It has the conductor follow these depths of this rank's stretches, and others from the iterations
+on that begin with these iteration ends."""
 
 
 class BlockMeter(Protocol):

@@ -55,7 +55,7 @@ CREATE TABLE IF NOT EXISTS memory (
     record TEXT NOT NULL
 )
 """
-"""Made when it is needed first: a kilter that has no use for it reads the same file."""
+"""It is made when it is needed first: a kilter that has no use for it reads the same file."""
 NETWORK_FILE_SYSTEMS = frozenset(
     (
         *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),

@@ -10,7 +10,7 @@ from kilter.core.label import Label
 from kilter.core.setting import Setting
 
 LEAST_FREEDOM = 4
-"""Degrees of freedom of a spread that is worth keeping."""
+"""A spread that is worth keeping has at least so many degrees of freedom."""
 MOST_FREEDOM = 60
 """What earlier runs count for at most, so that a job whose noise has changed is noticed in time."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 REHEARSAL_CUT = "rehearsal_cut"
-"""Code: the rehearsal ended before its evidence was in."""
+"""This code says that the rehearsal ended before its evidence was in."""
 CLOCKS_REFUSED = "clocks_refused"
-"""Code: clocks may not be set here, or can be set no longer."""
+"""This code says that clocks may not be set here, or can be set no longer."""
 
 
 class Reason(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from kilter.core.secrets import masked
 
 NO_FILE = ("-m", "-c", "-", "")
-"""First words of a command that name no script."""
+"""A command that names no script begins with one of these words."""
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:

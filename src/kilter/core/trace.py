@@ -78,7 +78,8 @@ class Datum:
     last_use: int
     producer: int | None = None
     recompute_s: float | None = None
-    """Measured time to make it again from `sources`, bit for bit; None: not known to be so."""
+    """It takes this time, measured, to make it again from `sources`, bit for bit; None: not known
+    to be so."""
     sources: tuple[int, ...] = ()
     """This needs the data with these indices on the device."""
 

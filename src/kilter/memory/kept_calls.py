@@ -19,10 +19,10 @@ class KeptCalls(msgspec.Struct, frozen=True):
     """Those of one kind of pass, and what their plan took when they were chosen."""
 
     events: str
-    """The fingerprint of such passes."""
+    """Such passes have this fingerprint."""
     calls: tuple[KeptCall, ...]
     budget_bytes: int
     cost_s: float
-    """By simulation, with what counts of the host's time."""
+    """It was simulated, with what counts of the host's time."""
     plain_s: float
     """What the operations of the pass took then."""

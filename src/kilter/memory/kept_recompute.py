@@ -34,18 +34,18 @@ class KeptRecompute(msgspec.Struct, frozen=True, kw_only=True):
     """What one run has chosen."""
 
     day: str
-    """On which it did."""
+    """The run chose on this day."""
     way: RecomputeWay
     models: str
-    """Those with checkpointing of their own."""
+    """These models have checkpointing of their own."""
     events: str
-    """The fingerprint of the largest pass with everything kept."""
+    """The largest pass with everything kept has this fingerprint."""
     share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-    """Of the models' blocks, how many their own checkpointing covers."""
+    """Their own checkpointing covers this share of the models' blocks."""
     each_s: Annotated[float, msgspec.Meta(ge=0.0)]
-    """Of the host, for each tensor recomputed alone or offloaded, where calls are chosen."""
+    """The host takes this for each tensor recomputed alone or offloaded, where calls are chosen."""
     calls: tuple[KeptCalls, ...] = ()
-    """Those that were chosen, for each kind of pass."""
+    """These calls were chosen, for each kind of pass."""
 
 
 class RecomputeHistory:

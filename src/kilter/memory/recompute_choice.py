@@ -80,7 +80,7 @@ class RecomputeChoice:
         """What an earlier run has chosen, and this one begins with; once it is decided by
         measurement, what the next run is to begin with."""
         self._events = ""
-        """The fingerprint of the largest pass with everything kept."""
+        """The largest pass with everything kept has this fingerprint."""
         self.way = RecomputeWay.OPERATIONS
         self._base = RecomputeWay.OPERATIONS
         self._other: RecomputeWay | None = None

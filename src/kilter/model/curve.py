@@ -36,7 +36,8 @@ class Prior:
 
 
 JUMP_SD = 0.03
-"""From the device's own governor, under which the reference is measured, to any requested value."""
+"""A step from the device's own governor, under which the reference is measured, to any requested
+value has this standard deviation."""
 OWN_SD = 0.005
 """How far a single setting is off the curve."""
 

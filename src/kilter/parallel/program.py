@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 BranchCall = Callable[..., Any]
 RunStep = Callable[[int, "BranchProgram", list[Tensor | None]], None]
-"""Runs step `i` of a program: reads the units' slots and writes their results."""
+"""It runs step `i` of a program: it reads the units' slots and writes their results."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ MORE_MIB = 256
 """By so much the peak host memory of a governed run may exceed plain's: our own modules, and, on
 the CPU, the host's copies of what would be on a GPU."""
 MMAP_FROM_BYTES = 128 * KIB
-"""The size from which glibc's `malloc` asks the system for memory and gives it back at once, by its
+"""From this size on glibc's `malloc` asks the system for memory and gives it back at once, by its
 first value. Unless it is set, `malloc` raises it to 32 MiB as the program frees larger blocks.
 Tensors on the CPU then lie in a heap whose gaps depend on chance: of the same plain program, three
 runs had peaks of 698, 2510 and 2573 MiB, and 341 MiB with the value set. What kilter holds cannot
@@ -125,7 +125,7 @@ class Case:
     program: str
     """What it does, in words."""
     run: tuple[str, ...] = USUAL
-    """Names of option sets."""
+    """The program is run with the option sets of these names."""
     expect: dict[str, Any] | None = None
     """A program that itself runs jobs under kilter must find these facts."""
     not_compared: tuple[str, ...] = ()

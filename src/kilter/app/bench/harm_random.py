@@ -359,8 +359,8 @@ def _results(place: Path) -> Iterator[tuple[int, str, list[str], int, int]]:
 
 
 _MAKER = re.compile(r", which is output 0 of \w+,(?= is at version)")
-"""In autograd's error about a change in place. Where a view was changed in place, the node that
-made the saved tensor is hidden within another one, and hooks cannot tell its name."""
+"""It is found in autograd's error about a change in place. Where a view was changed in place, the
+node that made the saved tensor is hidden within another one, and hooks cannot tell its name."""
 
 
 def compare(seeds: Sequence[int], warm: WarmPython) -> list[Compared]:

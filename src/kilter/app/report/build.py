@@ -187,7 +187,8 @@ class Report(Judgement):
     """Why the operations of an iteration were not recorded; None if they were, or if the record has
     no end."""
     unread: tuple[str, ...]
-    """For each file that is there and cannot be read, why, and what is left out without it."""
+    """It says, for each file that is there and cannot be read, why, and what is left out without
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class Order:
     phase: Phase
     setting: Setting
     baseline: bool
-    """It names the arm: the setting as found, or a candidate."""
+    """It tells the arm: the setting as found, or a candidate."""
     pair: int | None
     """Blocks of one pair are compared with each other; None outside a comparison."""
     reason: str

@@ -29,13 +29,13 @@ LEFT_OUT = (1 / 8, 1 / 4, 1 / 2)
 """Where no parts fit, such a share of the calls is left out, the first ones, which are needed last:
 at the end of backward gradients fill the device."""
 LARGEST_LEVELS = 2
-"""Sets of calls of which parts are tried."""
+"""Parts are tried of so many sets of calls."""
 AS_GOOD = 1.01
 """Calls are taken again where their plan takes at most this many times as long as when they were
 chosen, both by what the operations of the pass take: this GPU may be a little slower."""
 LARGER = 1.05
-"""And where the budget is at most this many times as large: with more memory others may be better.
-"""
+"""The budget may be at most this many times as large, too: with more memory others may be
+better."""
 
 Segments = tuple[SavedSegment, ...]
 

@@ -68,7 +68,7 @@ class PassKind:
     segments: tuple[SavedSegment, ...] = ()
     """The plan may recompute each of these calls of modules, or parts of them, at one time."""
     kept: KeptCalls | None = None
-    """The same for another run; None: there was nothing to choose from."""
+    """They are the same for another run; None: there was nothing to choose from."""
     plan: Ready | None = None
     outdated: bool = False
     """Its plan was measured otherwise than predicted, and another one is to be made."""

@@ -62,7 +62,7 @@ class Saved:
     )  # fmt: skip
 
     store: Store
-    """Set once the store has counted this storage."""
+    """It is set once the store has counted this storage."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ KNOWN_PASSES = 2
 PAUSE = 3
 """After so many iteration ends what was decided is in force."""
 MOST_ROOMS = 2
-"""Another room is given so many times because the budget was missed, or first guessed."""
+"""Another room is given at most so many times because the budget was missed, or first guessed."""
 POLICY_PATIENCE = 24
 """After so many iteration ends gradients that are still watched count as kept, and iterations that
 could not be timed are judged by those that could."""

@@ -36,7 +36,7 @@ class Power:
     clock_w_per_hz: float
     """Clocks that toggle although nothing is computed draw this, times V^2 f."""
     busy_w_per_hz: float
-    """A resident kernel draws this on top, times V^2 f."""
+    """The clocks draw this on top while a kernel is resident, times V^2 f."""
     joule_per_flop: float
     """It is this at the floor voltage, and grows with V^2."""
     memory_w_per_hz: float

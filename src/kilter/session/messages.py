@@ -15,8 +15,8 @@ from kilter.observe import torch_internals
 from kilter.observe.collective_counts import distributed
 
 LOOKS_PER_S = 4096
-"""All ranks together look so often per second for messages that do not come: one store answers that
-in passing. Up to some hundred ranks each looks as often as it likes."""
+"""All ranks together look at most so often a second for messages that do not come: one store
+answers that in passing. Up to some hundred ranks each looks as often as it likes."""
 BACK_OFF = 0.5
 """A message that has been missing for so long is looked for again after this share of that time, up
 to the above: most come soon, and all ranks wait for the same one."""

@@ -65,7 +65,7 @@ class Card(msgspec.Struct, kw_only=True):
     sm_active: float = 0.9
     dram_active: float = 0.4
     tensor_active: float = 0.3
-    """It is as at full load, as the performance monitoring of Hopper and newer tells it."""
+    """They are as at full load, as the performance monitoring of Hopper and newer tells them."""
     loaded_s: float = 0.0
     """It is the integral of the load: its counters."""
 

@@ -44,8 +44,8 @@ CHOICE_STEPS, CHOICE_MEASURED = 60, 2
 so that one is chosen before the program ends."""
 LINKS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
 """Each has the speed of the link in bytes per second, and whether the CPU's memory counts as a
-GPU's, so that gradients, optimizer state and weights move too. Program number `s` runs in way `s %
-4`."""
+GPU's, so that gradients, optimizer state and weights move too. Program number `s` runs in way
+`s % 4`."""
 
 
 # Drawing a program ------------------------------------------------------------------------------

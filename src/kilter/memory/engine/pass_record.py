@@ -61,7 +61,7 @@ class SavedTensor:
     version: int = 0
     """How often it had been written to when it was saved."""
     recompute_s: float | None = None
-    """The recipe took this time, once its result was found bitwise equal."""
+    """The recipe was measured to take this, once its result was found bitwise equal."""
     module: str = ""
     """It was saved in the call of the module with this path, as `ModulePaths` has it."""
 

@@ -92,7 +92,7 @@ class WeightStore:
         """These parameters are `OffloadedParameter`."""
         self.offloaded_bytes = self.most_offloaded_bytes = 0
         self.stayed = 0
-        """A weight could not be offloaded so many times because something else held its bytes."""
+        """So many times a weight could not be offloaded because something else held its bytes."""
         self.out_bytes = self.in_bytes = self.host_bytes = 0
         self.moved = False
         """Some weight no longer has the address that it began with."""

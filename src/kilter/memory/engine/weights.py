@@ -66,9 +66,9 @@ class WeightReport:
     most_offloaded_bytes: int
     """At most this was ever offloaded at one time."""
     late: int
-    """A weight was needed so many times while it was offloaded and not being prefetched."""
+    """So many times a weight was needed while it was offloaded and not being prefetched."""
     stayed: int
-    """A weight could not be offloaded so many times because something else held its bytes."""
+    """So many times a weight could not be offloaded because something else held its bytes."""
     out_bytes: int
     in_bytes: int
     host_bytes: int

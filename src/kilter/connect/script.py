@@ -46,7 +46,7 @@ class Program:
     argv: tuple[str, ...]
     """It is `sys.argv` as the first line of the program sees it."""
     path0: str | None
-    """Python puts this in front of `sys.path`; None if it puts nothing there."""
+    """What python puts in front of `sys.path`; None if it puts nothing there."""
     module: str | None = None
     """As after `python -m`; `__main__` means that of the directory or zip file in `path0`."""
     file: str | None = None

@@ -67,7 +67,7 @@ class DaemonDevice:
         self._number = 0
         self._hold_s = HOLD_S
         self._deadline_s: float | None = None
-        """The lease in force ends then without renewal, on this machine's monotonic clock."""
+        """When the lease in force ends without renewal, on this machine's monotonic clock."""
         self._lapsed = False
         self._found = Setting()
         self._asked = Setting()

@@ -46,7 +46,7 @@ class VendorLibrary(ABC):
     """A vendor's Python binding, with its errors in our words."""
 
     raises: str
-    """The binding has this name for the class of its errors."""
+    """What the binding calls the class of its errors."""
     package: str
     """Where its calls come from, and how to get a newer one."""
 

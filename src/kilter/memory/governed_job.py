@@ -131,7 +131,7 @@ class GovernedJob:
         self._largest_bytes = 0
         """The largest pass so far had this peak with everything kept."""
         self._at_peak = ""
-        """That pass held this at its peak."""
+        """What that held at its peak."""
 
     # Begin and end
 

@@ -38,7 +38,7 @@ FLAGS = {
 VOUCHED = {*FLAGS, "torch", "peft"}
 """Modules of these may run again: their authors say so."""
 CHECKPOINT = "_gradient_checkpointing_func"
-"""Here transformers and diffusers look for the function that checkpoints a block."""
+"""Where transformers and diffusers look for the function that checkpoints a block."""
 CLAIMS = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 """What their models say of themselves."""
 CACHES = (

@@ -32,7 +32,7 @@ class Roofline:
     flops_per_cycle: float
     """The whole device does so many per SM clock cycle, sustained by large matrix products."""
     bytes_per_memory_cycle: float
-    """The memory delivers this per cycle of the memory clock that the vendor names."""
+    """What the memory delivers per cycle of the memory clock that the vendor names."""
     bytes_per_sm_cycle: float
     """What all SMs together can ask for per SM clock cycle."""
     overlap: float

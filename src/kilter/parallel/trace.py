@@ -131,7 +131,7 @@ class _Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.watched = watched
         self.inside = False
-        """It says whether the user's function runs now, and not the tracer around it."""
+        """Whether the user's function runs now, and not the tracer around it."""
         self.cuts_gradient: str | None = None
         self.reads: dict[int, str] = {}
 

@@ -43,9 +43,9 @@ class TimedRun:
     iteration_s: float
     """It is the mean over the steady state."""
     window_s: float
-    """Mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
-    slowest_s: float
     """It is the mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
+    slowest_s: float
+    """It is the longest step of those."""
     kilter_iteration_s: float | None
     """What the session itself measured (median of its baseline blocks)."""
     hook_cost_s: float | None

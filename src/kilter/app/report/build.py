@@ -155,7 +155,7 @@ class Report(Judgement):
     job: JobClass
     """It says what bounds the job."""
     features: TraceFeatures | None
-    """It says how an iteration uses the GPU; None without a trace of it."""
+    """How an iteration uses the GPU; None without a trace of it."""
     idle: Idle | None
     """How much of the time the GPU has nothing to do."""
     ranks: str

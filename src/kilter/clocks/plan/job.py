@@ -121,7 +121,7 @@ class TestSize:
     margin: float
     """That mean has to be below a bound by this."""
     price: float
-    """So many pairs cost this, in the objective."""
+    """What so many pairs cost, in the objective."""
 
 
 UNTESTED = TestSize(pairs=0, error=0.0, margin=0.0, price=0.0)

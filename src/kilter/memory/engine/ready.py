@@ -91,7 +91,7 @@ class Ready:
     steps: list[ReadyStep]
     """There is one for each event, and one after the last that matches no event."""
     packed_steps: bytes
-    """The compiled library needs this of them."""
+    """What the compiled library needs of them."""
     places: dict[int, tuple[int, int]]
     """Each tensor, by number, has its offset and size in the arena."""
     beside_bytes: list[int]

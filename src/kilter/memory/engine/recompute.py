@@ -36,7 +36,7 @@ from kilter.observe import torch_internals
 DEPTH = 5
 """A chain of operations that are not saved in between is at most so long."""
 VIEW_DEPTH = 1 / 4
-"""A view counts this much in that chain: it costs next to nothing."""
+"""What a view counts in that chain: it costs next to nothing."""
 HOLDERS = 3
 """A tensor that only autograd and one source hold has so many holders when `_private` looks: our
 hook's tuple, the source, and the call that counts."""

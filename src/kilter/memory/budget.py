@@ -33,8 +33,8 @@ peak."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 LEAST_ROOM = 1.003
-"""A budget is at least so many times the least possible peak: a plan leaves 1/512 of its budget to
-rounded allocations."""
+"""Where no plan keeps the budget, one is made for this many times the least possible peak: a plan
+leaves 1/512 of its budget to rounded allocations."""
 
 
 @dataclass(frozen=True, slots=True)

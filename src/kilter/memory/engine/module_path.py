@@ -9,7 +9,10 @@ from types import FrameType
 
 from torch.nn import Module
 
-_CALL = Module._call_impl.__code__
+from kilter.observe import torch_internals
+
+_CALL = getattr(getattr(torch_internals, "call_of_module", None), "__code__", None)
+"""The frames of calls have this code; None: in this PyTorch they cannot be told from others."""
 
 
 class ModulePaths:

@@ -129,6 +129,7 @@ TABLE = {
     "module_hooks_after_backward": Internal(
         "torch.nn.modules.module._global_backward_hooks", NO_BRANCHES
     ),
+    "call_of_module": Internal("torch.nn.Module._call_impl", "tensors have no module in reports"),
     # The compiler
     "disable_dynamo": Internal(
         "torch._disable_dynamo", "the public torch.compiler.disable, which imports the compiler"

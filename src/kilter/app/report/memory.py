@@ -267,20 +267,7 @@ def result(memory: MemoryReport) -> Finding:
     if memory.moves_nothing:
         return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
-        text = f"{budget} cannot be met"
-        if record.least_bytes is not None:  # a killed run has none
-            text += f", {show_bytes(record.least_bytes)} is the least that is possible"
-        if record.applied and memory.in_force and record.peak_bytes is not None:
-            peak_bytes, plain_bytes = record.peak_bytes, record.plain_peak_bytes or 0
-            after = show_bytes(peak_bytes)
-            of_the_plan = (record.least_bytes or 0) <= peak_bytes <= plain_bytes
-            took = f"the best plan takes {after} of {before}{_slower(memory)}"
-            text += f"; {took}" if of_the_plan else f"; passes of other kinds take up to {after}"
-            return Finding(text, label)
-        did = "; data were offloaded on demand" if record.spilled else ""
-        if record.applied and record.peak_bytes is not None:
-            did += f"; passes take up to {show_bytes(record.peak_bytes)} of {before}"
-        return Finding(f"{text}{did}", label)
+        return Finding(_unmet(memory, before, budget), label)
     if memory.feasible is None:
         return Finding(f"no plan yet: peak {before}, budget {budget}", label)
     if not record.applied:
@@ -290,6 +277,23 @@ def result(memory: MemoryReport) -> Finding:
     after = show_bytes(record.peak_bytes)
     over = "" if memory.within is not False else f", OVER the budget of {budget}"
     return Finding(f"peak {before} -> {after}{over}{_slower(memory)}", label)
+
+
+def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
+    """No plan keeps the budget."""
+    record = memory.record
+    text = f"{budget} cannot be met"
+    if record.least_bytes is not None:  # a killed run has none
+        text += f", {show_bytes(record.least_bytes)} is the least that is possible"
+    after = record.peak_bytes if record.applied else None
+    if memory.in_force and after is not None:
+        if (record.least_bytes or 0) <= after <= (record.plain_peak_bytes or 0):
+            return f"{text}; the best plan takes {show_bytes(after)} of {before}{_slower(memory)}"
+        return f"{text}; passes of other kinds take up to {show_bytes(after)}"
+    did = "; data were offloaded on demand" if record.spilled else ""
+    if after is not None:
+        did += f"; passes take up to {show_bytes(after)} of {before}"
+    return f"{text}{did}"
 
 
 def _slower(memory: MemoryReport) -> str:

@@ -188,6 +188,20 @@ def test_flags_are_read(tmp_path: Path) -> None:
     assert found.out == tmp_path / "here"
 
 
+@pytest.mark.parametrize(
+    ("others", "strict"),
+    [
+        ({"KILTER_MEMORY_BUDGET": "1GiB"}, True),
+        ({}, False),
+        ({"KILTER_MEMORY_BUDGET": "1GiB", "KILTER_DRY_RUN": "1"}, False),
+    ],
+)
+def test_strict_for_all_runs_means_those_with_a_budget_to_keep(
+    others: dict[str, str], strict: bool, tmp_path: Path
+) -> None:
+    assert resolve({}, {"KILTER_STRICT": "1", **others}, tmp_path, ()).strict is strict
+
+
 def test_flag_then_environment_then_file(tmp_path: Path) -> None:
     (tmp_path / "kilter.toml").write_text('max-slowdown = 0.03\ndevice = "null"\ndry-run = true\n')
     below = tmp_path / "a" / "b"

@@ -311,6 +311,8 @@ def resolve(
             raise UsageError(f"--{name} {does}: add --memory-budget")
     if flags.get("strict") is not None and given.get("dry-run"):
         raise UsageError("with --dry-run no budget is kept: leave out --strict")
+    if memory_budget is None or given.get("dry-run"):
+        given.pop("strict", None)
     inside = given.get("sections") or given.get("operations")
     clocks_alone = memory_budget is not None and not inside
     if max_slowdown is None and clocks_alone and any(flags.get(n) is not None for n in _OF_CLOCKS):

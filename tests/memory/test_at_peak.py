@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kilter.core.errors import BudgetTooSmall
 from kilter.core.units import MIB
+from kilter.memory import messages
 from kilter.memory.at_peak import at_peak
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.module_path import ModulePaths
@@ -93,3 +95,10 @@ def test_modules_that_list_others_in_a_way_of_their_own() -> None:
     net[0].register_forward_pre_hook(lambda *_: seen.append(paths.present()))
     net(torch.randn(2, 8))
     assert seen == ["0"]
+
+
+def test_why_there_is_no_plan_is_not_why_a_tensor_is_not_recomputed() -> None:
+    part = messages.recipe_differs("3: MulBackward0")
+    assert messages.no_plan([part]) == "no plan so far: no pass of the job has come again yet"
+    whole = messages.of_error(BudgetTooSmall("the budget is below what operations need"))
+    assert messages.no_plan([part, whole]).endswith(": the budget is below what operations need")

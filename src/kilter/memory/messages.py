@@ -5,7 +5,7 @@ The engine and the controller say which reason applies and give its values; prog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kilter.core.errors import KilterError
@@ -22,7 +22,7 @@ def of_error(error: KilterError, subject: str = "plan") -> Reason:
     return Reason(error.code, subject, str(error))
 
 
-# What the user is told during the run
+# Lines during the run
 
 
 def in_force(plan: MemoryPlan, budget_bytes: int, *, gradients_stay: bool) -> str:
@@ -39,10 +39,11 @@ def in_force(plan: MemoryPlan, budget_bytes: int, *, gradients_stay: bool) -> st
     return f"{budget} cannot be met, the best plan is in force: {planned}; {more}"
 
 
-def no_plan(reasons: Sequence[Reason]) -> str:
-    """So many iterations are over that there should be one."""
-    why = reasons[0].text if reasons else "no pass of the job has come again yet"
-    return f"no plan so far: {why}"
+def no_plan(reasons: Iterable[Reason]) -> str:
+    """So many passes are over that there should be one. Reasons against a part of a plan are none
+    against all of it."""
+    against = (reason.text for reason in reasons if reason.subject in ("plan", "passes"))
+    return f"no plan so far: {next(against, 'no pass of the job has come again yet')}"
 
 
 def more_needed(size_bytes: int, *, gradients_stay: bool) -> str:

@@ -113,7 +113,7 @@ class RestoreOutcome:
     reason: str
     found: Setting | None = None
     after: Setting | None = None
-    """It is told as far as the vendor tells it."""
+    """The vendor may not say all of it."""
     left: tuple[Knob, ...] = ()
     """Somebody else has changed these knobs since, and so they were left alone."""
     pid: int | None = None

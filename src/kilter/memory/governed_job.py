@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SETTLED = 3
 """After so many iterations under a plan the job counts as settled; the peak is measured in them."""
 NO_PLAN_AFTER = 40
-"""After so many passes a job without a plan is told why."""
+"""After so many passes without a plan a line says why there is none."""
 TELL_EVERY_S = 5.0
 """How old the report of a killed run may be."""
 MOST_BOUND = 3000
@@ -127,11 +127,11 @@ class GovernedJob:
         self._peak_bytes: int | None = None
         """As it was measured when the script ended."""
         self._said = False
-        """Whether there is a plan, to the user."""
+        """A line has said what became of the budget."""
         self._largest_bytes = 0
         """The largest pass so far had this peak with everything kept."""
         self._at_peak = ""
-        """What that held at its peak."""
+        """That pass held these tensors at its peak, in words."""
 
     # Begin and end
 

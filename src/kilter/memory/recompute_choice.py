@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MEASURED = 10
 """A turn has so many iterations, whose median counts."""
 TURNS = 3
-"""The model's own checkpointing has at most so many."""
+"""The model's own checkpointing has at most so many turns."""
 PATIENCE = 64
 """A way has to be tried, planned and measured within so many iterations."""
 HOST_EACH_S = 1e-4

@@ -54,9 +54,8 @@ class Backend(Protocol):
     shows_waits: bool
     """Two marks around a `wait` show how long the device waited for the copy."""
     holds: Callable[[int], None] | None
-    """It is told how many bytes saved tensors hold, whenever the engine takes or evicts some (not
-    at the compiled library's quiet events), where the backend keeps account itself; None: it does
-    not."""
+    """The engine calls it with the bytes that saved tensors hold, whenever it takes or evicts some
+    (not at the compiled library's quiet events); None: the backend keeps no account of its own."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""

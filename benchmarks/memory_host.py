@@ -1,13 +1,17 @@
-"""The host's time in forward and backward under memory plans, beside plain and own checkpointing.
+"""The host's and the device's time under memory plans, beside plain and own checkpointing.
 
     python benchmarks/memory_host.py [--models opt,qwen3,bert] [--iterations 10]
+        [--arms plain,checkpointing,calls,operations,75%]
 
 For each model of `memory_libraries.py`: plain; its own checkpointing; both with kilter's hooks and
-everything kept; and calls of modules recomputed at the peak of checkpointing, through the engine
-alone. Each iteration waits for the device before it begins and after its end. What is printed are
-medians: milliseconds until forward and until backward have been issued, and of the iteration, with
-the allocated peak. A host that others use scatters by a third: compare what one run prints, and
-repeat it. Without a GPU it runs tiny models on the stand-in, which only tests this script.
+everything kept; calls of modules, or single operations, recomputed at the peak of checkpointing;
+and single operations within shares of plain's peak, all through the engine alone. What is printed:
+medians of iterations that wait for the device before they begin and after their end (milliseconds
+until forward and until backward have been issued, and in all); an iteration in a loop that runs on;
+the allocated peak; how long kernels take and how long the computing stream is idle in gaps above
+20 us, while iterations run on (PyTorch's profiler); and what the plan was. A host that others use
+scatters by a third: compare what one run prints, and repeat it. Without a GPU it runs tiny models
+on the stand-in, which only tests this script.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import contextlib
 import gc
 import statistics
 import time
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +35,10 @@ from kilter.memory.plan.problem import Link
 from kilter.memory.recompute_choice import HOST_EACH_S
 
 UNLIMITED_BYTES = 2**50
+PLANNED = {"calls": True, "operations": False}
+"""Arms at the peak of checkpointing, and whether calls of modules may be recomputed."""
+GAP_NS = 20_000
+"""The computing stream counts as idle in longer gaps than this."""
 SETTLING = 24
 """Iterations before those that count: passes are watched, tried, planned and measured in them."""
 CUDA = torch.cuda.is_available()
@@ -55,6 +65,12 @@ class Training:
         """Seconds until forward, then backward, was issued, and in all."""
         wait()
         begin_s = time.perf_counter()
+        forward_s, backward_s = self.step()
+        wait()
+        return forward_s - begin_s, backward_s - forward_s, time.perf_counter() - begin_s
+
+    def step(self) -> tuple[float, float]:
+        """One iteration that waits for nothing: when forward, then backward, was issued."""
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
             loss = self._loss_of()
         forward_s = time.perf_counter()
@@ -62,8 +78,7 @@ class Training:
         backward_s = time.perf_counter()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        wait()
-        return forward_s - begin_s, backward_s - forward_s, time.perf_counter() - begin_s
+        return forward_s, backward_s
 
 
 def measure(training: Training, settling: int, iterations: int) -> tuple[list[float], int]:
@@ -77,28 +92,81 @@ def measure(training: Training, settling: int, iterations: int) -> tuple[list[fl
     return [statistics.median(column) for column in zip(*rows, strict=True)], peak_bytes
 
 
-def compare(name: str, iterations: int, backend: Any, link: Link) -> None:
-    own_bytes = 0
-    for arm in ("plain", "checkpointing", "calls"):
+def run_on(training: Training, iterations: int) -> float:
+    """Seconds of an iteration in a loop that does not wait."""
+    wait()
+    begin_s = time.perf_counter()
+    for _ in range(iterations):
+        training.step()
+    wait()
+    return (time.perf_counter() - begin_s) / iterations
+
+
+def on_the_device(training: Training, iterations: int) -> str:
+    """What the computing stream does in iterations that run on: milliseconds of each with work, and
+    idle in gaps above 20 us. The first iteration, which starts the profiler, does not count."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(iterations + 1):
+            training.step()
+        wait()
+    assert profiled.profiler is not None
+    events = [
+        (event.device_resource_id(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profiled.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    on_streams = Counter[int]()
+    for stream, begin_ns, end_ns in events:
+        on_streams[stream] += end_ns - begin_ns
+    ((computing, _),) = on_streams.most_common(1)
+    spans = sorted((begin_ns, end_ns) for stream, begin_ns, end_ns in events if stream == computing)
+    from_ns = spans[0][0] + (spans[-1][1] - spans[0][0]) // (iterations + 1)
+    spans = [span for span in spans if span[0] >= from_ns]
+    gaps_ns = [after[0] - before[1] for before, after in pairwise(spans)]
+    idle_ns = sum(gap_ns for gap_ns in gaps_ns if gap_ns > GAP_NS)
+    worked_ns = sum(end_ns - begin_ns for begin_ns, end_ns in spans)
+    return f"kernels {worked_ns / iterations / 1e6:6.1f}, idle {idle_ns / iterations / 1e6:6.1f} ms"
+
+
+def compare(name: str, arms: list[str], iterations: int, backend: Any, link: Link) -> None:
+    plain_bytes = own_bytes = 0
+    for arm in arms:
+        planned = arm in PLANNED or arm.endswith("%")
+        if arm.endswith("%"):
+            budget_bytes = plain_bytes * int(arm[:-1]) // 100
+        else:
+            budget_bytes = own_bytes if planned else UNLIMITED_BYTES
         training = Training(name, checkpoint=arm == "checkpointing")
-        for hooks in (False, True) if arm != "calls" else (True,):
+        for hooks in (True,) if planned else (False, True):
+            calls = PLANNED.get(arm, False)
             governed = Swapper(
                 backend(),
-                budget_bytes=own_bytes // MIB * MIB if arm == "calls" else UNLIMITED_BYTES,
+                budget_bytes=budget_bytes // MIB * MIB,
                 link=link,
-                segments=arm == "calls",
-                alone_s=HOST_EACH_S,
+                segments=calls,
+                alone_s=HOST_EACH_S if calls else 0.0,
             )
             with governed if hooks else contextlib.nullcontext():
                 times_s, peak_bytes = measure(training, SETTLING if hooks else 4, iterations)
+                running_s = run_on(training, iterations)
+                device = on_the_device(training, 3) if CUDA else ""
+            if arm == "plain" and not hooks:
+                plain_bytes = peak_bytes
             if arm == "checkpointing" and not hooks:
                 own_bytes = peak_bytes
-            kind = f"{arm}, hooks" if hooks and arm != "calls" else arm
-            forward, backward, all_of_it = (f"{1e3 * time_s:7.1f}" for time_s in times_s)
-            moved = [(plan.swapped, plan.recomputed) for plan in governed.report().plans]
+            kind = f"{arm}, hooks" if hooks and not planned else arm
+            forward, backward, waiting = (f"{1e3 * time_s:6.1f}" for time_s in times_s)
+            plans = [
+                f"{plan.swapped} offloaded, {plan.recomputed} recomputed, "
+                f"{1e3 * plan.compute_s:.1f} -> {1e3 * plan.iteration_s:.1f} ms [simulated]"
+                for plan in governed.report().plans
+            ]
             print(
-                f"{name:13} {kind:20} forward {forward} backward {backward} iteration {all_of_it} "
-                f"ms  {peak_bytes / 2**30:6.2f} GiB  offloaded, recomputed {moved}",
+                f"{name:13} {kind:20} forward {forward} backward {backward} waits {waiting} "
+                f"runs on {1e3 * running_s:6.1f} ms  {peak_bytes / 2**30:6.2f} GiB  {device}  "
+                + "; ".join(plans),
                 flush=True,
             )
         del training
@@ -112,17 +180,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="opt,qwen3,bert")
+    parser.add_argument("--arms", default="plain,checkpointing,calls", help="in this order")
     parser.add_argument("--iterations", type=int, default=10, help="that count, of each kind")
     args = parser.parse_args()
-    names = args.models.split(",")
+    names, arms = args.models.split(","), args.arms.split(",")
     if unknown := set(names) - set(JOBS):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
+    if "plain" not in arms or "checkpointing" not in arms:
+        parser.error("the budgets are shares of plain and the peak of checkpointing: name both")
     if CUDA:
         link = measure_link(Cuda.open(0))
     else:
         link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
     for name in names:
-        compare(name, args.iterations, (lambda: Cuda.open(0)) if CUDA else CpuStandIn, link)
+        compare(name, arms, args.iterations, (lambda: Cuda.open(0)) if CUDA else CpuStandIn, link)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Engine:
 
     kept: list[Any] = field(default_factory=list)
 
-    def recompute(self, *, calls: bool, each_s: float, kept: tuple[KeptCalls, ...]) -> None:
+    def recompute(self, *, calls: bool, each_s: float, kept: tuple[KeptCalls, ...] = ()) -> None:
         self.asked.append(calls)
         self.kept.append(kept)
         self.each_s.append(each_s)
@@ -128,16 +128,58 @@ def test_the_faster_way_stays(calls_s: float, asked: list[bool], words: str) -> 
     assert choice.words.endswith("131 ms with single operations [measured]")
 
 
+def host_late(*durations_s: float) -> tuple[Engine, RecomputeChoice]:
+    """Plain iterations take 91 ms, and the plan adds 20 ms: after iterations of each duration."""
+    engine, times = Engine(), IterationTimes()
+    times.plain_s.append(0.091)
+    choice = choice_of(engine, times)
+    for duration_s in durations_s:
+        times.planned_s.extend([duration_s] * MEASURED)
+        choice.iteration_ended(settled=True)
+    return engine, choice
+
+
 def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     times = IterationTimes()
     times.planned_s.extend([0.131] * MEASURED)
-    unknown, known = Engine(), Engine()
+    unknown = Engine()
     choice_of(unknown, times).iteration_ended(settled=True)
-    assert unknown.each_s == [HOST_EACH_S]
-    times.planned_s.extend([0.131] * MEASURED)
-    times.plain_s.append(0.091)
-    choice_of(known, times).iteration_ended(settled=True)
-    assert known.each_s == [pytest.approx((0.131 - 0.091 - 0.02) / 200)]
+    assert (unknown.asked, unknown.each_s) == ([True], [HOST_EACH_S])
+    known, _ = host_late(0.131, 0.120)
+    each_s = (0.131 - 0.091 - 0.02) / 200
+    assert known.asked == [False, True]
+    assert known.each_s == [pytest.approx(each_s)] * 2
+
+
+def test_plans_count_the_host_where_iterations_are_shorter_by_that() -> None:
+    engine, choice = host_late(0.131, 0.120, 0.140)
+    assert engine.asked == [False, True, False]
+    assert engine.each_s == [pytest.approx(1e-4)] * 3
+    assert choice.words == (
+        "single operations are recomputed, each counted with 100 us of the host's time: "
+        "140 ms an iteration with calls of modules, 120 ms with single operations [measured]"
+    )
+    assert choice.kept is not None
+    assert choice.kept.each_s == pytest.approx(1e-4)
+
+
+def test_plans_do_not_count_the_host_where_iterations_are_not_shorter_by_that() -> None:
+    engine, choice = host_late(0.131, 0.130, 0.140)
+    assert engine.asked == [False, False, True, False]
+    assert engine.each_s == [pytest.approx(1e-4), 0.0, pytest.approx(1e-4), 0.0]
+    assert choice.words.startswith("single operations are recomputed: 140 ms")
+    assert choice.words.endswith("131 ms with single operations [measured]")
+    assert choice.kept is not None
+    assert choice.kept.each_s == 0.0
+
+
+def test_without_a_plan_that_counts_the_host_the_one_before_comes_back() -> None:
+    engine, choice = host_late(0.131)
+    for _ in range(PATIENCE):
+        assert engine.asked == [False]
+        choice.iteration_ended(settled=True)
+    assert engine.asked == [False, False, True]
+    assert engine.each_s[1] == 0.0
 
 
 def test_at_once_is_tried_where_at_once_is_recomputed_or_the_budget_does_not_stand() -> None:
@@ -606,7 +648,7 @@ CHOSE = "an earlier run of this job chose that (2026-11-26) [measured]"
 
 
 def test_the_checkpointing_that_an_earlier_run_chose_is_on_at_once() -> None:
-    engine, found = Engine(), kept(RecomputeWay.OWN)
+    engine, found = Engine(), kept(RecomputeWay.OWN, each_s=0.0)
     choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
     assert on(model) == [True, False, False]
     times.planned_s.extend([9.9] * MEASURED)  # nothing is compared with it
@@ -626,10 +668,20 @@ def test_calls_that_an_earlier_run_chose_are_recomputed_at_once() -> None:
 
 
 def test_single_operations_that_an_earlier_run_chose_stay() -> None:
-    engine = Engine()
-    choice, _, _ = beginning_with(kept(RecomputeWay.OPERATIONS, models=""), engine, None)
+    engine, found = Engine(), kept(RecomputeWay.OPERATIONS, models="", each_s=0.0)
+    choice, _, _ = beginning_with(found, engine, None)
     assert choice.words == f"single operations are recomputed: {CHOSE}"
     assert engine.asked == []
+
+
+@pytest.mark.parametrize("way", [RecomputeWay.OPERATIONS, RecomputeWay.OWN])
+def test_plans_count_the_host_at_once_as_in_an_earlier_run(way: RecomputeWay) -> None:
+    engine = Engine()
+    choice, times, _ = beginning_with(kept(way), engine, OwnCheckpointing(FENCE))
+    times.planned_s.extend([0.131] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert choice.decided
+    assert (engine.asked, engine.each_s) == ([False], [2e-4])
 
 
 @pytest.mark.parametrize("changes", [{"models": "Other"}, {"events": "others"}])
@@ -655,7 +707,9 @@ def test_where_no_call_is_worth_it_any_more_the_ways_are_compared() -> None:
     assert choice.words.startswith(words)
     assert choice.words.endswith("no call of a module is worth recomputing")
     assert on(model) == [True, True, False]
-    assert choice.kept == kept(RecomputeWay.OWN, day=date.today().isoformat(), share=0.6)
+    assert choice.kept == kept(
+        RecomputeWay.OWN, day=date.today().isoformat(), share=0.6, each_s=0.0
+    )
 
 
 def test_where_the_checkpointing_gets_no_plan_any_more_the_ways_are_compared() -> None:

@@ -877,6 +877,26 @@ def test_calls_are_tried_and_left_again_while_the_job_runs() -> None:
 
 
 @pytest.mark.usefixtures("recomputed")
+def test_a_plan_that_counts_the_host_for_each_tensor_names_fewer() -> None:
+    plain = trained(Language, text)
+    swapper = within(0.6, Language, text, segments=False)
+    named = []
+
+    def batch() -> Tensor:
+        named.extend(
+            (world["step"], one.swapped + one.recomputed) for one in swapper.report().plans
+        )
+        if world["step"] == 5:
+            swapper.recompute(calls=False, each_s=1.0)
+        return text()
+
+    with swapper:
+        found = trained(Language, batch)
+    assert equal(plain, found)
+    assert 0 < dict(named)[STEPS - 1] < dict(named)[5]
+
+
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
     plain = trained(Language, text)

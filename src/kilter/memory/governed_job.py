@@ -91,9 +91,9 @@ class GovernedJob:
             budget_bytes=UNLIMITED if run.dry_run else limit_bytes,
             link=link,
             fence=run.fence,
-            segments=recompute == "segments",
+            segments=self._calls,
             # A stand-in measures the host's time with the device's: they are the same there.
-            alone_s=HOST_EACH_S if on_gpu else 0.0,
+            alone_s=HOST_EACH_S if on_gpu and self._calls else 0.0,
         )
         self._history = history
         self._choice: RecomputeChoice | None = None

@@ -43,7 +43,7 @@ class KeptRecompute(msgspec.Struct, frozen=True, kw_only=True):
     share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
     """Their own checkpointing covers this share of the models' blocks."""
     each_s: Annotated[float, msgspec.Meta(ge=0.0)]
-    """The host takes this for each tensor recomputed alone or offloaded, where calls are chosen."""
+    """Plans count so much of the host's time for each tensor recomputed alone or offloaded."""
     calls: tuple[KeptCalls, ...] = ()
     """These calls were chosen, for each kind of pass."""
 

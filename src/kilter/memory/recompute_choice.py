@@ -5,8 +5,10 @@ A plan counts the device's time. What the host needs to issue each recomputed te
 and depends on the program. So each way is carried out for a few iterations, and measured. A machine
 that others use as well is slower for minutes now and then, so checkpointing has its turn between
 two of single operations, and again until it differs from them by more than they do from each other.
-What iterations took beyond the plan with single operations is, when calls are chosen, counted for
-each tensor that they spare from being recomputed alone or offloaded.
+What iterations took beyond the plan with single operations is what the host needed. Shared out to
+the tensors that are recomputed or offloaded, it is counted for each of them in another plan for
+single operations, which stays if it is faster; and when calls are chosen, for each tensor that they
+spare.
 
 A job that comes again begins with the way that its last run has measured to be the fastest
 (`kept_recompute.py`), and compares them only where that way is not to be had any more.
@@ -95,6 +97,11 @@ class RecomputeChoice:
         self._aside: dict[RecomputeWay, Any] = {}
         """What the engine knows of the passes of ways whose turn it is not."""
         self._each_s = HOST_EACH_S
+        """The host takes this for each tensor that is recomputed alone, or offloaded."""
+        self._counted_s = 0.0
+        """Plans for single operations count so much of that."""
+        self._uncounted_s: float | None = None
+        """An iteration took this before they counted it; None: that is not compared now."""
         self._share = 1.0
         """The model's own checkpointing is to cover this share of its blocks."""
         self._left = PATIENCE
@@ -196,7 +203,11 @@ class RecomputeChoice:
         return self._note_of(None, kept)
 
     def _begin_with(self, kept: KeptRecompute) -> None:
-        self.kept, self._share, self._each_s = kept, kept.share, kept.each_s
+        self.kept, self._share = kept, kept.share
+        if kept.way is RecomputeWay.CALLS:
+            self._each_s = kept.each_s
+        else:
+            self._count(kept.each_s)
         if kept.way is RecomputeWay.OPERATIONS:
             self._stay_with(kept, "")
         else:
@@ -209,6 +220,7 @@ class RecomputeChoice:
             return
         self.kept, self._why_not = None, ""
         self._take(RecomputeWay.OPERATIONS)
+        self._count(0.0)
         self._note_pass()
 
     def _turn(self) -> TurnNote | None:
@@ -220,10 +232,12 @@ class RecomputeChoice:
             report = swapper.report()
             waits = any(plan.compute_s < FASTER * plan.iteration_s for plan in report.plans)
             own = waits and self._other is RecomputeWay.OWN
-            if measured_s is None or not (report.recomputed or own):
+            if not (report.recomputed or own):
                 return None
             if not self._turns_s:
-                self._note_host(measured_s)
+                measured_s = self._with_host_counted(measured_s)
+            if measured_s is None:
+                return None
         elif way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
             self._why_not = "no call of a module is worth recomputing"
         elif measured_s is None:
@@ -232,6 +246,32 @@ class RecomputeChoice:
                 return None
             self._why_not = f"{way.value} got no plan in time"
         return self._note_of(measured_s)
+
+    def _with_host_counted(self, measured_s: float | None) -> float | None:
+        """What an iteration takes in the first turn of single operations, once it is known whether
+        it is shorter where plans count the host's time for each tensor; None: not known yet."""
+        before_s = self._uncounted_s
+        if before_s is None:
+            if measured_s is None or not self._note_host(measured_s):
+                return measured_s
+            self._uncounted_s, self._left = measured_s, PATIENCE
+            self._count(self._each_s)
+            return None
+        self._left -= 1
+        if measured_s is None and self._left > 0:
+            return None
+        self._uncounted_s = None
+        if measured_s is not None and measured_s <= FASTER * before_s:
+            return measured_s
+        self._count(0.0)
+        return before_s
+
+    def _count(self, each_s: float) -> None:
+        """Single operations are planned anew where they counted another time for each tensor."""
+        if each_s != self._counted_s:
+            self._counted_s = each_s
+            self._swapper.recompute(calls=False, each_s=each_s)
+            self._times.begin_plan()
 
     def _note_of(self, measured_s: float | None, kept: KeptRecompute | None = None) -> TurnNote:
         return TurnNote(
@@ -275,7 +315,7 @@ class RecomputeChoice:
         if RecomputeWay.CALLS in (way, self.way):
             self._swapper.recompute(
                 calls=way is RecomputeWay.CALLS,
-                each_s=self._each_s,
+                each_s=self._each_s if way is RecomputeWay.CALLS else self._counted_s,
                 kept=() if self.kept is None else self.kept.calls,
             )
         self.way, self._left = way, PATIENCE
@@ -299,7 +339,7 @@ class RecomputeChoice:
                 models=self._models,
                 events=self._events,
                 share=self._share,
-                each_s=self._each_s,
+                each_s=self._each_s if self.way is RecomputeWay.CALLS else self._counted_s,
             )
 
     def _stay(self, why: str) -> None:
@@ -310,6 +350,8 @@ class RecomputeChoice:
             RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
             RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[self.way]
+        if self._counted_s and self.way is RecomputeWay.OPERATIONS:
+            what += f", each counted with {show_time(self._counted_s)} of the host's time"
         why_not = "" if self._own is None else self._own.why_not
         self.words = f"{what}: {why}" + (f"; {why_not}" if why_not else "")
 
@@ -326,19 +368,20 @@ class RecomputeChoice:
         over_bytes = max(0, largest.peak_bytes - self._swapper.budget_bytes)
         self._share = min(1.0, COVERED * over_bytes / max(1, saved_bytes))
 
-    def _note_host(self, operations_s: float) -> None:
-        """What recomputing took beyond the plan, by the largest pass with one: the host's time. If
-        there is hardly any, and the plan hardly waits for copies of what no operation makes, calls
-        are not tried: they spare nothing else."""
+    def _note_host(self, operations_s: float) -> bool:
+        """What recomputing took beyond the plan, by the largest pass with one: the host's time.
+        Whether it is worth counting. If there is hardly any, and the plan hardly waits for copies
+        of what no operation makes, calls are not tried: they spare nothing else."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
-            return
+            return False
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
         beyond_s = max(0.0, operations_s - plain_s - (plan.iteration_s - plan.compute_s))
         self._each_s = beyond_s / max(1, plan.recomputed + plan.swapped)
-        spared_s = beyond_s + plan.stall_s
-        if self._other is RecomputeWay.CALLS and spared_s <= (1.0 - FASTER) * operations_s:
+        little_s = (1.0 - FASTER) * operations_s
+        if self._other is RecomputeWay.CALLS and beyond_s + plan.stall_s <= little_s:
             self._why_not = "with them nothing waits for the host or for copies"
+        return beyond_s > little_s
 
 
 def _drift(a_s: float, b_s: float) -> float:

@@ -118,9 +118,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         segments: bool = False,
         alone_s: float = 0.0,
     ) -> None:
-        """With `segments` what calls of modules saved may be recomputed as a whole; where they are
-        chosen, each tensor that is recomputed alone or offloaded counts `alone_s` of the host's
-        time."""
+        """With `segments` what calls of modules saved may be recomputed as a whole. In plans each
+        tensor that is recomputed alone or offloaded counts `alone_s` of the host's time."""
         self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run

@@ -122,8 +122,7 @@ class PassKinds:
         min_bytes: int,
         alone_s: float,
     ) -> None:
-        """`alone_s` counts for each tensor recomputed alone or offloaded, where calls of modules
-        are chosen."""
+        """`alone_s` counts in plans for each tensor that is recomputed alone or offloaded."""
         self._store = store
         self._link = link
         self._planner = planner
@@ -205,6 +204,7 @@ class PassKinds:
     def recompute(self, *, calls: bool, each_s: float, kept: Iterable[KeptCalls]) -> None:
         """Those that were tried without calls of modules are tried again with them; or all are
         planned without them. `kept` is what an earlier run has chosen."""
+        otherwise = each_s != self._alone_s
         self._alone_s = each_s
         self._kept = {one.events: one for one in kept}
         self._tried_before.clear()
@@ -215,7 +215,7 @@ class PassKinds:
                 )
             elif not calls:
                 kind.record.segments = ()
-                kind.outdated |= kind.plan is not None and bool(kind.plan.segments)
+                kind.outdated |= kind.plan is not None and (otherwise or bool(kind.plan.segments))
                 kind.tried |= any(datum.recipe is not None for datum in kind.record.data)
                 kind.hopeless = False
 
@@ -414,8 +414,7 @@ class PassKinds:
                 CallChoice(kind.record, make_problem, self._alone_s)
             )
         problem, numbers = make_problem(kind.record, segments=kind.segments)
-        if kind.segments:
-            problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
+        problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
         value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {

@@ -1,11 +1,12 @@
 """The host's and the device's time under memory plans, beside plain and own checkpointing.
 
     python benchmarks/memory_host.py [--models opt,qwen3,bert] [--iterations 10]
-        [--arms plain,checkpointing,calls,operations,75%]
+        [--arms plain,checkpointing,calls,operations,75%,75%+host]
 
-For each model of `memory_libraries.py`: plain; its own checkpointing; both with kilter's hooks and
-everything kept; calls of modules, or single operations, recomputed at the peak of checkpointing;
-and single operations within shares of plain's peak, all through the engine alone. What is printed:
+For each model of `memory_libraries.py`, through the engine alone: plain; its own checkpointing;
+both with kilter's hooks and everything kept (`plain+hooks`); calls of modules, or single
+operations, recomputed at the peak of checkpointing; single operations within shares of plain's
+peak, also by plans that count the host's time for each tensor (`75%+host`). What is printed:
 medians of iterations that wait for the device before they begin and after their end (milliseconds
 until forward and until backward have been issued, and in all); an iteration in a loop that runs on;
 the allocated peak; how long kernels take and how long the computing stream is idle in gaps above
@@ -23,7 +24,7 @@ import statistics
 import time
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from memory_libraries import JOBS, SMALL_BATCH, losses_of, model_of
@@ -35,8 +36,7 @@ from kilter.memory.plan.problem import Link
 from kilter.memory.recompute_choice import HOST_EACH_S
 
 UNLIMITED_BYTES = 2**50
-PLANNED = {"calls": True, "operations": False}
-"""Arms at the peak of checkpointing, and whether calls of modules may be recomputed."""
+ARMS = "plain,plain+hooks,checkpointing,checkpointing+hooks,calls"
 GAP_NS = 20_000
 """The computing stream counts as idle in longer gaps than this."""
 SETTLING = 24
@@ -130,45 +130,68 @@ def on_the_device(training: Training, iterations: int) -> str:
     return f"kernels {worked_ns / iterations / 1e6:6.1f}, idle {idle_ns / iterations / 1e6:6.1f} ms"
 
 
-def compare(name: str, arms: list[str], iterations: int, backend: Any, link: Link) -> None:
-    plain_bytes = own_bytes = 0
+class Arm(NamedTuple):
+    """How a model is trained, by its name on the command line."""
+
+    name: str
+    kind: str
+    """`plain`, `checkpointing`, `calls`, `operations`, or a share of plain's peak."""
+    more: str
+    """`hooks` (kilter's, everything kept) or `host` (plans count its time), or nothing."""
+
+    @classmethod
+    def of(cls, name: str) -> Arm:
+        kind, _, more = name.partition("+")
+        return cls(name, kind, more)
+
+    @property
+    def valid(self) -> bool:
+        if self.kind in ("plain", "checkpointing"):
+            return self.more in ("", "hooks")
+        share = self.kind.removesuffix("%")
+        known = self.kind in ("calls", "operations") or (share != self.kind and share.isdecimal())
+        return known and self.more in ("", "host")
+
+    def budget_bytes(self, peaks: dict[str, int]) -> int:
+        """By what the arms before have taken."""
+        if self.more == "hooks":
+            return UNLIMITED_BYTES
+        if self.kind.endswith("%"):
+            return peaks["plain"] * int(self.kind[:-1]) // 100 // MIB * MIB
+        return peaks["checkpointing"] // MIB * MIB
+
+
+def compare(name: str, arms: list[Arm], iterations: int, backend: Any, link: Link) -> None:
+    peaks: dict[str, int] = {}
     for arm in arms:
-        planned = arm in PLANNED or arm.endswith("%")
-        if arm.endswith("%"):
-            budget_bytes = plain_bytes * int(arm[:-1]) // 100
-        else:
-            budget_bytes = own_bytes if planned else UNLIMITED_BYTES
-        training = Training(name, checkpoint=arm == "checkpointing")
-        for hooks in (True,) if planned else (False, True):
-            calls = PLANNED.get(arm, False)
-            governed = Swapper(
-                backend(),
-                budget_bytes=budget_bytes // MIB * MIB,
-                link=link,
-                segments=calls,
-                alone_s=HOST_EACH_S if calls else 0.0,
-            )
-            with governed if hooks else contextlib.nullcontext():
-                times_s, peak_bytes = measure(training, SETTLING if hooks else 4, iterations)
-                running_s = run_on(training, iterations)
-                device = on_the_device(training, 3) if CUDA else ""
-            if arm == "plain" and not hooks:
-                plain_bytes = peak_bytes
-            if arm == "checkpointing" and not hooks:
-                own_bytes = peak_bytes
-            kind = f"{arm}, hooks" if hooks and not planned else arm
-            forward, backward, waiting = (f"{1e3 * time_s:6.1f}" for time_s in times_s)
-            plans = [
-                f"{plan.swapped} offloaded, {plan.recomputed} recomputed, "
-                f"{1e3 * plan.compute_s:.1f} -> {1e3 * plan.iteration_s:.1f} ms [simulated]"
-                for plan in governed.report().plans
-            ]
-            print(
-                f"{name:13} {kind:20} forward {forward} backward {backward} waits {waiting} "
-                f"runs on {1e3 * running_s:6.1f} ms  {peak_bytes / 2**30:6.2f} GiB  {device}  "
-                + "; ".join(plans),
-                flush=True,
-            )
+        bare = arm.name in ("plain", "checkpointing")
+        calls = arm.kind == "calls"
+        training = Training(name, checkpoint=arm.kind == "checkpointing")
+        governed = Swapper(
+            backend(),
+            budget_bytes=UNLIMITED_BYTES if bare else arm.budget_bytes(peaks),
+            link=link,
+            segments=calls,
+            alone_s=HOST_EACH_S if calls or arm.more == "host" else 0.0,
+        )
+        with contextlib.nullcontext() if bare else governed:
+            times_s, peak_bytes = measure(training, 4 if bare else SETTLING, iterations)
+            running_s = run_on(training, iterations)
+            device = on_the_device(training, 3) if CUDA else ""
+        if bare:
+            peaks[arm.name] = peak_bytes
+        forward, backward, waiting = (f"{1e3 * time_s:6.1f}" for time_s in times_s)
+        plans = [
+            f"{plan.swapped} offloaded, {plan.recomputed} recomputed, "
+            f"{1e3 * plan.compute_s:.1f} -> {1e3 * plan.iteration_s:.1f} ms [simulated]"
+            for plan in governed.report().plans
+        ]
+        print(
+            f"{name:13} {arm.name:19} forward {forward} backward {backward} waits {waiting} "
+            f"runs on {1e3 * running_s:6.1f} ms  {peak_bytes / 2**30:6.2f} GiB  {device}  "
+            + "; ".join(plans),
+            flush=True,
+        )
         del training
         gc.collect()
         if CUDA:
@@ -180,14 +203,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="opt,qwen3,bert")
-    parser.add_argument("--arms", default="plain,checkpointing,calls", help="in this order")
+    parser.add_argument("--arms", default=ARMS, help="in this order: the first ones are budgets")
     parser.add_argument("--iterations", type=int, default=10, help="that count, of each kind")
     args = parser.parse_args()
-    names, arms = args.models.split(","), args.arms.split(",")
+    names, arms = args.models.split(","), [Arm.of(name) for name in args.arms.split(",")]
     if unknown := set(names) - set(JOBS):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
-    if "plain" not in arms or "checkpointing" not in arms:
-        parser.error("the budgets are shares of plain and the peak of checkpointing: name both")
+    if wrong := [arm.name for arm in arms if not arm.valid]:
+        parser.error(f"no such arm: {', '.join(wrong)}; see --help")
+    for arm, needed in (
+        ("%", "plain"),
+        ("calls", "checkpointing"),
+        ("operations", "checkpointing"),
+    ):
+        begin = [one.kind.endswith(arm) for one in arms]
+        if any(begin) and needed not in [one.name for one in arms[: begin.index(True)]]:
+            parser.error(
+                f"the budget of {arms[begin.index(True)].name} comes from {needed}: name it before"
+            )
     if CUDA:
         link = measure_link(Cuda.open(0))
     else:

@@ -122,12 +122,12 @@ def on_the_device(training: Training, iterations: int) -> str:
         on_streams[stream] += end_ns - begin_ns
     ((computing, _),) = on_streams.most_common(1)
     spans = sorted((begin_ns, end_ns) for stream, begin_ns, end_ns in events if stream == computing)
-    from_ns = spans[0][0] + (spans[-1][1] - spans[0][0]) // (iterations + 1)
-    spans = [span for span in spans if span[0] >= from_ns]
-    gaps_ns = [after[0] - before[1] for before, after in pairwise(spans)]
-    idle_ns = sum(gap_ns for gap_ns in gaps_ns if gap_ns > GAP_NS)
     worked_ns = sum(end_ns - begin_ns for begin_ns, end_ns in spans)
-    return f"kernels {worked_ns / iterations / 1e6:6.1f}, idle {idle_ns / iterations / 1e6:6.1f} ms"
+    from_ns = spans[0][0] + (spans[-1][1] - spans[0][0]) // (iterations + 1)
+    gaps_ns = [after[0] - before[1] for before, after in pairwise(spans) if before[0] >= from_ns]
+    idle_ns = sum(gap_ns for gap_ns in gaps_ns if gap_ns > GAP_NS)
+    kernels_ms, idle_ms = worked_ns / (iterations + 1) / 1e6, idle_ns / iterations / 1e6
+    return f"kernels {kernels_ms:6.1f}, idle {idle_ms:6.1f} ms"
 
 
 class Arm(NamedTuple):

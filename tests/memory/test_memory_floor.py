@@ -42,7 +42,7 @@ class Weighed(CpuStandIn):
         mover = self.floor and self.floor.mover
         state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
         store = self.swapper._store
-        used_bytes = int(state_bytes + store.held_bytes + store.beside_bytes)
+        used_bytes = int(state_bytes + store.counts.held_bytes + store.counts.beside_bytes)
         self.most_bytes = max(self.most_bytes, used_bytes)
         return used_bytes
 

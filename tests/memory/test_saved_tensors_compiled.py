@@ -501,7 +501,7 @@ def taken_over(
     assert saved.itself() is saved
     assert saved.store is store
     noted = None if tensor.grad_fn is None else tensor.grad_fn.metadata.get(OUTPUT)
-    return view, saved, call, noted, [getattr(store, name) for name in COUNTS]
+    return view, saved, call, noted, [getattr(store.counts, name) for name in COUNTS]
 
 
 ROLES = [{}, {"called": True}, {"read": True}, {"read": True, "version": 1}]
@@ -518,7 +518,7 @@ def test_a_tensor_is_taken_over_as_python_does(
         alike = {
             name: getattr(saved, name)
             for name in Saved.__slots__
-            if name not in ("__weakref__", "alias", "itself", "recipe", "store", "within")
+            if name not in ("__weakref__", "alias", "recipe", "store", "within")
         }
         if call is not None:
             assert call.members == [saved.itself]
@@ -532,11 +532,12 @@ def test_a_tensor_is_taken_over_as_python_does(
 
 def test_what_was_taken_over_is_counted_until_it_is_gone(both: tuple[Any, Any]) -> None:
     store = both[0]._store
+    counts = store.counts
     view, saved, *_ = taken_over(both[0], graph(32, 32))
-    assert (store.alive, store.held_bytes, store.held_peak_bytes) == (1, SIZE, SIZE)
+    assert (counts.alive, counts.held_bytes, counts.held_peak_bytes) == (1, SIZE, SIZE)
     assert torch.equal(view(), saved.alias)
     del view, saved, _
-    assert (store.alive, store.held_bytes, store.held_peak_bytes) == (0, 0, SIZE)
+    assert (counts.alive, counts.held_bytes, counts.held_peak_bytes) == (0, 0, SIZE)
     assert not store._resident
 
 
@@ -548,7 +549,7 @@ def test_what_is_saved_once_more_is_the_same(both: tuple[Any, Any]) -> None:
     again = walk.at.save(tensor[1:])
     assert again.saved is first.saved
     assert described(again, tensor) == described(store.view(first.saved, tensor[1:]), tensor)
-    assert (store.alive, walk.at.event) == (1, 1)
+    assert (store.counts.alive, walk.at.event) == (1, 1)
     walk.at.event = 0
     tensor.add_(1)
     assert len(walk.at.save(tensor)) == 2  # another value: Python drops the plan
@@ -567,9 +568,9 @@ KNOWN: dict[str, Callable[[Any, Walk, Tensor], object]] = {
 def test_a_tensor_is_left_to_python_that(both: tuple[Any, Any], case: str) -> None:
     walk, tensor, store = Walk(both[0], StepKind.TAKEN), graph(32, 32), both[0]._store
     before = KNOWN[case](store, walk, tensor)
-    alive = store.alive
+    alive = store.counts.alive
     assert walk.at.save(tensor) == both[0].hooks.takes(tensor)
-    assert (store.alive, walk.at.event) == (alive, 0)
+    assert (store.counts.alive, walk.at.event) == (alive, 0)
     del before
 
 

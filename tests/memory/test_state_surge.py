@@ -26,7 +26,7 @@ class Weighed(CpuStandIn):
 
     def used_bytes(self) -> int:
         assert self.swapper is not None
-        return self.swapper._store.held_bytes + self.others_bytes
+        return self.swapper._store.counts.held_bytes + self.others_bytes
 
     def peak_bytes(self) -> int:
         peak_bytes = self.used_bytes() + SURGE_BYTES

@@ -54,7 +54,7 @@ def train(swapper: Swapper | None, *, writes: bool, always: bool) -> tuple[list[
         optimizer.zero_grad()
         del loss
         if swapper is not None and (always or number in RETAINED):
-            peaks.append(swapper._store.held_peak_bytes)
+            peaks.append(swapper._store.counts.held_peak_bytes)
     return [*found, *(p.detach() for p in net.parameters())], peaks
 
 

@@ -55,7 +55,9 @@ class Weighed(CpuStandIn):
         state_bytes = mover._stream.held_bytes if mover else 2 * WEIGHT_BYTES
         weight_bytes = WEIGHT_BYTES - (weights._store.offloaded_bytes if weights else 0)
         store = self.swapper._store
-        used_bytes = int(weight_bytes + state_bytes + store.held_bytes + store.beside_bytes)
+        used_bytes = int(
+            weight_bytes + state_bytes + store.counts.held_bytes + store.counts.beside_bytes
+        )
         self.most_bytes = max(self.most_bytes, used_bytes)
         return used_bytes
 

@@ -44,7 +44,7 @@ class Demand:
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
             store = self._store
-            over = store.held_bytes + store.beside_bytes > budget_bytes
+            over = store.counts.held_bytes + store.counts.beside_bytes > budget_bytes
         else:
             over = used_bytes > self.offload_above_bytes(budget_bytes)
         if over:

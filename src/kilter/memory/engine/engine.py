@@ -204,7 +204,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._follow(None)
         self._watch = None
         self._store.closing = True
-        if self._store.alive == 0:
+        if self._store.counts.alive == 0:
             self._backend.close()
 
     @property
@@ -251,9 +251,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             hastened=self._kinds.hastened,
             waited_s=self._kinds.waited_s,
             spilled=self._demand.spilled,
-            recomputed=store.recomputed,
-            out_bytes=store.out_bytes,
-            in_bytes=store.in_bytes,
+            recomputed=store.counts.recomputed,
+            out_bytes=store.counts.out_bytes,
+            in_bytes=store.counts.in_bytes,
             host_bytes=self._kinds.host_bytes + store.pool.taken_bytes,
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
@@ -483,11 +483,11 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _weigh(self, planned: Ready, due: Due | None) -> None:
         """Issue the moves in a pass that is measured: count what is held before and after them."""
         store, event = self._store, self._at.event - 1
-        store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
+        store.counts.beside_bytes = min(planned.beside_bytes[event], store.counts.beside_bytes)
         if due is not None:
             self._moves.carry_out(planned, due)
-        store.beside_bytes = planned.beside_bytes[event]
-        store.hold(0)
+        store.counts.beside_bytes = planned.beside_bytes[event]
+        store.counts.hold(0)
 
     def _follow(self, planned: Ready | None) -> None:
         """The pass is under this plan from here on, or under none."""
@@ -522,7 +522,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._segments.dropped()
         self._deviated = True
         self._counts["deviations"] += 1
-        self._store.beside_bytes = planned.beside_bytes[
+        self._store.counts.beside_bytes = planned.beside_bytes[
             min(self._at.event, len(planned.events) - 1)
         ]
 
@@ -553,7 +553,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 after_step=self._steps > 0,
                 expected_bytes=candidate.saved_bytes if candidate is not None else 0,
             )
-        elif not self._store.evicted:
+        elif not self._store.counts.evicted:
             self._plan = plan
         self._begun = self._plan
         self._measured = self._plan is None or self._plan.tuned < TUNED
@@ -592,7 +592,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._deviations.to_watch -= asked
             return asked
         # An older graph may still need tensors in the plans' host memory.
-        if plan is not None and not self._store.evicted:
+        if plan is not None and not self._store.counts.evicted:
             return False
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
@@ -615,7 +615,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         planned, waits = self._plan, self._store.waits
         self._store.waits = None
         if self._measured:
-            held_bytes = self._last_held_peak_bytes = self._store.held_peak_bytes
+            held_bytes = self._last_held_peak_bytes = self._store.counts.held_peak_bytes
             if self._backend.used_bytes() is None:  # only the engine's own count is to be had
                 self._kinds.counted(planned, held_bytes)
         if planned is not None:

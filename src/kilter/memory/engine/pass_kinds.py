@@ -386,7 +386,7 @@ class PassKinds:
         """Give it a plan. If that takes more host memory than there is, one within what there is;
         if there is none, or too little, one that only recomputes."""
         kind.outdated = False
-        in_use = self._store.alive > 0
+        in_use = self._store.counts.alive > 0
         for room in (lambda: None, lambda: self._arena.room_bytes(in_use=in_use), lambda: 0):
             try:
                 kind.plan = self._ready(kind, budget_bytes, room())
@@ -455,7 +455,7 @@ class PassKinds:
         self._store.pool.empty()
         before = self._arena.memory
         try:
-            self._arena.grow(total_bytes, in_use=self._store.alive > 0)
+            self._arena.grow(total_bytes, in_use=self._store.counts.alive > 0)
         finally:
             if self._arena.memory is not before:
                 for kind in self:

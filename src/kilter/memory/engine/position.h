@@ -129,14 +129,14 @@ void set_attribute(PyObject* object, PyObject* name, long long value) {
   if (PyObject_SetAttr(object, name, py::int_(value).ptr())) throw python_error();
 }
 
-// `Store.hold` of store.py.
-void hold(PyObject* store, long long change_bytes) {
-  const long long held_bytes = integer(store, names.held_bytes) + change_bytes;
-  set_attribute(store, names.held_bytes, held_bytes);
-  const long long all_bytes = held_bytes + integer(store, names.beside_bytes);
+// `SavedBytes.hold` of saved_bytes.py, for devices that measure what is held themselves.
+void hold(PyObject* counts, long long change_bytes) {
+  const long long held_bytes = integer(counts, names.held_bytes) + change_bytes;
+  set_attribute(counts, names.held_bytes, held_bytes);
+  const long long all_bytes = held_bytes + integer(counts, names.beside_bytes);
   for (PyObject* peak_bytes : {names.segment_peak_bytes, names.held_peak_bytes}) {
-    if (all_bytes <= integer(store, peak_bytes)) return;
-    set_attribute(store, peak_bytes, all_bytes);
+    if (all_bytes <= integer(counts, peak_bytes)) return;
+    set_attribute(counts, peak_bytes, all_bytes);
   }
 }
 
@@ -146,7 +146,7 @@ void mark(PyObject* view, PyObject* saved, PyObject* object) {
   if (tensor.grad_fn() && tensor.output_nr() == 0) {
     const auto metadata = attribute(attribute(object, names.grad_fn).ptr(), names.metadata);
     const auto layout = owned(PyTuple_GetSlice(view, 1, PyTuple_GET_SIZE(view)));
-    const auto output = py::make_tuple(py::handle(slot(saved, slots.itself)), layout);
+    const auto output = py::make_tuple(owned(PyWeakref_NewRef(saved, nullptr)), layout);
     if (PyObject_SetItem(metadata.ptr(), names.output, output.ptr())) throw python_error();
   }
   put(saved, slots.cast, is_cast_of_parameter(nullptr, object));
@@ -180,12 +180,14 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
   if (alias.is_none()) return py::none();
   const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());
   PyObject* saved = made.ptr();
-  PyObject* itself = slot(saved, slots.itself);
+  const auto reference = owned(PyWeakref_NewRef(saved, nullptr));
+  PyObject* itself = reference.ptr();
   if (PyDict_SetItem(resident.ptr(), key, itself) ||
       PyDict_SetItem(self->followed, number.ptr(), itself))
     throw python_error();
-  hold(self->store, step.expected);
-  set_attribute(self->store, names.alive, integer(self->store, names.alive) + 1);
+  const auto counts = attribute(self->store, names.counts);
+  hold(counts.ptr(), step.expected);
+  set_attribute(counts.ptr(), names.alive, integer(counts.ptr(), names.alive) + 1);
   put(saved, slots.store, Py_NewRef(self->store));
   if (step.called && self->calls != Py_None) {
     const auto call = attribute(self->calls, names.present);

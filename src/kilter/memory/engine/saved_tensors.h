@@ -30,14 +30,14 @@ constexpr long long kResident = 0;  // RESIDENT of store.py
 struct Names {
   PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *leaf, *output;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
-      *touched, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes;
+      *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes;
 };
 Names names;
 
 // Where `Saved` of store.py has its attributes.
 struct Slots {
-  Py_ssize_t itself, within, number, size_bytes, key, alias, version, plain, touched, cast,
-      handed_out, state, host, pooled, departure, arrival, recipe, calls, store;
+  Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
+      state, transfer, recipe, calls, store;
 };
 Slots slots;
 
@@ -78,13 +78,12 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(leaf),
            own(output), text("_current_level"), text("dtype"), text("attributes"), text("down"),
            text("grad_fn"), text("metadata"), text("present"), text("members"), text("_resident"),
-           text("_touched"), text("alive"), text("held_bytes"), text("beside_bytes"),
+           text("_touched"), text("counts"), text("alive"), text("held_bytes"), text("beside_bytes"),
            text("segment_peak_bytes"), text("held_peak_bytes")};
-  slots = {slot_named("itself"), slot_named("within"), slot_named("number"),
+  slots = {slot_named("within"), slot_named("number"),
            slot_named("size_bytes"), slot_named("key"), slot_named("alias"), slot_named("version"),
            slot_named("plain"), slot_named("touched"), slot_named("cast"),
-           slot_named("handed_out"), slot_named("state"), slot_named("host"),
-           slot_named("pooled"), slot_named("departure"), slot_named("arrival"),
+           slot_named("handed_out"), slot_named("state"), slot_named("transfer"),
            slot_named("recipe"), slot_named("calls"), slot_named("store")};
 }
 
@@ -232,7 +231,6 @@ py::object saved_storage(PyObject* within, PyObject* number, PyObject* size_byte
   auto* type = reinterpret_cast<PyTypeObject*>(names.saved);
   auto made = owned(type->tp_alloc(type, 0));
   PyObject* saved = made.ptr();
-  put(saved, slots.itself, PyWeakref_NewRef(saved, nullptr));
   put(saved, slots.within, Py_NewRef(within));
   put(saved, slots.number, Py_NewRef(number));
   put(saved, slots.size_bytes, Py_NewRef(size_bytes));
@@ -243,8 +241,7 @@ py::object saved_storage(PyObject* within, PyObject* number, PyObject* size_byte
   for (const Py_ssize_t no : {slots.touched, slots.cast, slots.handed_out})
     put(saved, no, Py_NewRef(Py_False));
   put(saved, slots.state, PyLong_FromLongLong(kResident));
-  for (const Py_ssize_t none : {slots.host, slots.pooled, slots.departure, slots.arrival,
-                                slots.recipe, slots.calls})
+  for (const Py_ssize_t none : {slots.transfer, slots.recipe, slots.calls})
     put(saved, none, Py_NewRef(Py_None));
   return made;
 }

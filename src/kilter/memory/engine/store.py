@@ -32,6 +32,7 @@ from kilter.memory.engine.norms import ProgramNorms
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import Foreign, Recipe, root_of
+from kilter.memory.engine.saved_bytes import SavedBytes
 from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
 
@@ -51,14 +52,27 @@ class Pass:
     __slots__ = ("__weakref__",)
 
 
+class Transfer:
+    """The copies of one storage to the host and back."""
+
+    __slots__ = ("arrival", "departure", "host", "pooled")
+
+    def __init__(self, pooled: HostBlock | None = None) -> None:
+        self.host: torch.Tensor | None = None
+        """The bytes are there once `departure` has come."""
+        self.pooled = pooled
+        """This host memory is given back when the tensor is gone."""
+        self.departure: CopyEvent = None
+        self.arrival: CopyEvent = None
+
+
 class Saved:
-    """One storage that autograd saved, and where its bytes are. It has slots, and all attributes in
-    one object, since there is one for each large saved tensor."""
+    """One storage that autograd saved, and where its bytes are. It has slots, since there is one
+    for each large saved tensor."""
 
     __slots__ = (
-        "__weakref__", "alias", "arrival", "calls", "cast", "departure", "handed_out", "host",
-        "itself", "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store",
-        "touched", "version", "within",
+        "__weakref__", "alias", "calls", "cast", "handed_out", "key", "number", "plain", "recipe",
+        "size_bytes", "state", "store", "touched", "transfer", "version", "within",
     )  # fmt: skip
 
     store: Store
@@ -72,7 +86,6 @@ class Saved:
         key: int,
         held: tuple[torch.Tensor, int, bool],
     ) -> None:
-        self.itself = weakref.ref(self)
         self.within = within
         self.number = number
         self.size_bytes = size_bytes
@@ -89,11 +102,8 @@ class Saved:
         self.handed_out = False
         """Backward has been given this tensor. It stays: who holds it since is not known."""
         self.state = RESIDENT
-        self.host: torch.Tensor | None = None
-        self.pooled: HostBlock | None = None
-        """This host memory is given back when the tensor is gone."""
-        self.departure: CopyEvent = None
-        self.arrival: CopyEvent = None
+        self.transfer: Transfer | None = None
+        """It is None until the tensor is offloaded."""
         self.recipe: Recipe | ModuleCall | None = None
         self.calls: list[ModuleCall] | None = None
         """These calls of modules saved this tensor, in a pass in which segments are tried."""
@@ -102,6 +112,16 @@ class Saved:
         store = getattr(self, "store", None)
         if store is not None:
             store.freed(self)
+
+    @property
+    def itself(self) -> weakref.ref[Saved]:
+        """The same reference each time, as long as one is held."""
+        return weakref.ref(self)
+
+    @property
+    def host(self) -> torch.Tensor | None:
+        """It has been copied there, or is being copied."""
+        return None if self.transfer is None else self.transfer.host
 
     @property
     def unchanged(self) -> bool:
@@ -115,8 +135,8 @@ class Saved:
         """Only the engine can reach the bytes any more."""
         if self.alias is None or self.state != RESIDENT:
             return True
-        copied = self.departure is not None and not self.handed_out
-        return copied or self.store.alone(self.alias)
+        copied = self.transfer is not None and self.transfer.departure is not None
+        return (copied and not self.handed_out) or self.store.alone(self.alias)
 
 
 class Itself(weakref.ref["torch.Tensor"]):
@@ -223,11 +243,7 @@ def called(function: Callable[..., Any], *args: Any) -> bool:
 
 
 class Store:
-    """All saved storages that the engine follows, resident and evicted.
-
-    It has more attributes than most classes: each move changes the state of a storage, the index of
-    storages and the counts of bytes in one step, which an interruption must not leave half done.
-    """
+    """All saved storages that the engine follows, resident and evicted."""
 
     def __init__(
         self,
@@ -259,27 +275,13 @@ class Store:
         evicted."""
         self._touched: dict[int, StorageReference] = {}
         """It has, by storage, the tensors whose `.data` the program has read in this pass."""
-        self.alive = 0
-        """How many saved storages autograd may still ask for."""
-        self.evicted = 0
-        """How many of them are not resident."""
+        self.counts = SavedBytes(backend.holds)
         self.closing = False
-        self.evicted_bytes = 0
-        self.held_bytes = 0
-        self.beside_bytes = 0
-        """Saved tensors that the engine does not follow hold this as well."""
-        self.held_peak_bytes = 0
-        self.segment_peak_bytes = 0
         self.waits: Waits | None = None
         """Times the waits for copies; None in passes in which they are not timed."""
         self.norms = ProgramNorms()
         self.pool = HostPool(backend)
         """It gives host memory for tensors that are offloaded without a plan."""
-        self.out_bytes = 0
-        self.in_bytes = 0
-        self.recomputed = 0
-        if backend.holds is not None:
-            self.hold = partial(self._hold_and_tell, backend.holds)  # type: ignore[method-assign]
 
     def begin(self) -> Pass:
         """Begin a pass. Everything that is saved in the pass holds the `Pass`."""
@@ -290,8 +292,7 @@ class Store:
         }
         self._dependents = {leaf: found for leaf, found in dependents.items() if found}
         self._touched.clear()
-        self.beside_bytes = 0
-        self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
+        self.counts.begin_pass()
         return within
 
     def use_library(self) -> None:
@@ -318,8 +319,8 @@ class Store:
         saved = Saved(within, number, size_bytes, key, found or held(tensor, size_bytes))
         saved.touched = saved.key in self._touched
         self._resident[saved.key] = saved.itself
-        self.hold(size_bytes)
-        self.alive += 1
+        self.counts.hold(size_bytes)
+        self.counts.alive += 1
         saved.store = self
         return saved
 
@@ -356,9 +357,10 @@ class Store:
         tensor, saved = self.tensor_of(view), view.saved
         assert saved.alias is not None
         saved.alias = saved.alias.detach()  # so that `alone` shows whether others hold the bytes
-        if saved.departure is not None:
-            self._backend.wait(saved.departure)
-            saved.departure = None
+        transfer = saved.transfer
+        if transfer is not None and transfer.departure is not None:
+            self._backend.wait(transfer.departure)
+            transfer.departure = None
         return tensor
 
     def tensor_of(self, view: View) -> torch.Tensor:
@@ -388,8 +390,8 @@ class Store:
         copied, or not yet (`pending`): the program may write to what it holds, and no memory would
         be freed.
         """
-        alias = saved.alias
-        if alias is None or saved.departure is not None:
+        alias, transfer = saved.alias, saved.transfer
+        if alias is None or (transfer is not None and transfer.departure is not None):
             return None
         if not self._may_go(saved, alias) or not self.alone(alias):
             return None
@@ -399,9 +401,11 @@ class Store:
             host = host.view(alias.dtype)
         if host.stride() != alias.stride():
             host = host.as_strided(alias.size(), alias.stride())
+        if transfer is None:
+            transfer = saved.transfer = Transfer()
         departure = self._backend.copy_out(host, alias)
-        saved.host, saved.departure = host, departure
-        self.out_bytes += saved.size_bytes
+        transfer.host, transfer.departure = host, departure
+        self.counts.out_bytes += saved.size_bytes
         return host
 
     def _may_go(self, saved: Saved, alias: torch.Tensor) -> bool:
@@ -421,30 +425,34 @@ class Store:
         alias = saved.alias
         if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
             return False
-        if saved.pooled is None:
-            saved.pooled = self.pool.take(saved.size_bytes)
-        self.offload(saved, saved.pooled.memory[: saved.size_bytes])
+        if saved.transfer is None:
+            saved.transfer = Transfer(self.pool.take(saved.size_bytes))
+        elif saved.transfer.pooled is None:
+            saved.transfer.pooled = self.pool.take(saved.size_bytes)
+        assert saved.transfer.pooled is not None
+        self.offload(saved, saved.transfer.pooled.memory[: saved.size_bytes])
         self.evict(saved)
         return True
 
     def reopen(self) -> None:
         """Begin again after an earlier `with` block. If nothing of that block is alive, the backend
         was closed, and its host memory is gone."""
-        if self.alive == 0:
+        if self.counts.alive == 0:
             self.pool.forget()
         self.closing = False
 
     def evict(self, saved: Saved) -> None:
         """Free the device memory, if the bytes are on the host or can be recomputed."""
         alias = saved.alias
-        if saved.departure is None:
+        departure = None if saved.transfer is None else saved.transfer.departure
+        if departure is None:
             if saved.recipe is not None:
                 self.give_up(saved.recipe, (saved,))
         elif alias is not None and self._may_go(saved, alias):
             if self.waits is None:
-                self._backend.wait(saved.departure)
+                self._backend.wait(departure)
             else:
-                self.waits.wait(saved.departure)
+                self.waits.wait(departure)
             self._leave([(saved, alias)])
 
     def give_up(self, recipe: Recipe | ModuleCall, several: Iterable[Saved]) -> None:
@@ -476,12 +484,12 @@ class Store:
             saved.state = EVICTED
             saved.alias = None
             self._resident.pop(saved.key, None)
-            self.evicted += 1
+            self.counts.evicted += 1
             left_bytes += saved.size_bytes
             if self._backend.spoils and self.alone(alias):
                 self._backend.evicted(alias.untyped_storage())
-        self.hold(-left_bytes)
-        self.evicted_bytes += left_bytes
+        self.counts.hold(-left_bytes)
+        self.counts.evicted_bytes += left_bytes
 
     def recompute_dependents(self, source: object) -> None:
         """This parameter or saved storage is about to change: recompute now what depends on it."""
@@ -507,15 +515,16 @@ class Store:
 
     def prefetch(self, saved: Saved) -> None:
         """Start the copy back to the device."""
-        host = saved.host
-        if saved.state != EVICTED or host is None:
+        transfer = saved.transfer
+        if saved.state != EVICTED or transfer is None or transfer.host is None:
             return
+        host = transfer.host
         alias = self._with_room(lambda: self._backend.alloc_like(host))
         arrival = self._backend.copy_in(alias, host)
-        saved.alias, saved.arrival, saved.state = alias, arrival, PREFETCHING
-        self.in_bytes += saved.size_bytes
-        self.hold(saved.size_bytes)
-        self.evicted_bytes -= saved.size_bytes
+        saved.alias, transfer.arrival, saved.state = alias, arrival, PREFETCHING
+        self.counts.in_bytes += saved.size_bytes
+        self.counts.hold(saved.size_bytes)
+        self.counts.evicted_bytes -= saved.size_bytes
 
     def fetch(self, saved: Saved) -> None:
         """Make the bytes resident now: wait for their copy, or recompute them."""
@@ -526,16 +535,17 @@ class Store:
             for one, alias in self._with_room(lambda: self.carried_out(recompute)):
                 self._arrived(one, alias)
                 one.recipe = None  # lets go of what it reads; one that is to be tried stays
-                self.recomputed += 1
+                self.counts.recomputed += 1
                 made_bytes += one.size_bytes
-            self.evicted_bytes -= made_bytes
-            self.hold(made_bytes)
+            self.counts.evicted_bytes -= made_bytes
+            self.counts.hold(made_bytes)
             return
         self.prefetch(saved)
+        arrival = None if saved.transfer is None else saved.transfer.arrival
         if self.waits is None:
-            self._backend.wait(saved.arrival)
+            self._backend.wait(arrival)
         else:
-            self.waits.wait(saved.arrival, saved.number)
+            self.waits.wait(arrival, saved.number)
         assert saved.alias is not None
         self._arrived(saved, saved.alias)
 
@@ -548,7 +558,7 @@ class Store:
         # From here on nothing can fail.
         saved.alias, saved.key, saved.state = alias, key, RESIDENT
         self._resident[key] = saved.itself
-        self.evicted -= 1
+        self.counts.evicted -= 1
 
     def _with_room(self, take: Callable[[], T]) -> T:
         """Allocate. Where memory is exhausted, first collect the garbage that was left while the
@@ -579,35 +589,26 @@ class Store:
             found = users == expected
         return bool(found)
 
-    def hold(self, change_bytes: int) -> None:
-        self.held_bytes += change_bytes
-        held_bytes = self.held_bytes + self.beside_bytes
-        if held_bytes > self.segment_peak_bytes:
-            self.segment_peak_bytes = held_bytes
-            if held_bytes > self.held_peak_bytes:
-                self.held_peak_bytes = held_bytes
-
-    def _hold_and_tell(self, tell: Callable[[int], None], change_bytes: int) -> None:
-        Store.hold(self, change_bytes)
-        tell(self.held_bytes + self.beside_bytes)
-
     def freed(self, saved: Saved) -> None:
         """Autograd has dropped this storage. A copy in flight still uses its memory: what is
         issued from now on must come after the copy, or the memory stays."""
-        self.alive -= 1
-        self.evicted -= saved.state != RESIDENT
+        transfer = saved.transfer
+        self.counts.alive -= 1
+        self.counts.evicted -= saved.state != RESIDENT
         if saved.state == EVICTED:
-            self.evicted_bytes -= saved.size_bytes
+            self.counts.evicted_bytes -= saved.size_bytes
         else:
             if self._resident.get(saved.key) is saved.itself:
                 del self._resident[saved.key]
-            self.held_bytes -= saved.size_bytes
-            event = saved.arrival if saved.state == PREFETCHING else saved.departure
-            if event is not None and not self._guard(self._backend.wait, event):
-                self._stranded.append(saved.alias)
-        if saved.pooled is not None:
-            self._guard(self.pool.put, saved.pooled)
-        if self.closing and self.alive == 0:
+            self.counts.held_bytes -= saved.size_bytes
+            if transfer is not None:
+                prefetched = saved.state == PREFETCHING
+                event = transfer.arrival if prefetched else transfer.departure
+                if event is not None and not self._guard(self._backend.wait, event):
+                    self._stranded.append(saved.alias)
+        if transfer is not None and transfer.pooled is not None:
+            self._guard(self.pool.put, transfer.pooled)
+        if self.closing and self.counts.alive == 0:
             self._guard(self._backend.close)
 
     # What recipes read

@@ -228,8 +228,8 @@ class Watch:
             peak_bytes = self._backend.peak_bytes()
             self.peak_bytes = max(self.peak_bytes, peak_bytes or 0)
             self._recorder.level(
-                self._store.segment_peak_bytes if peak_bytes is None else peak_bytes,
-                self._store.evicted_bytes,
+                self._store.counts.segment_peak_bytes if peak_bytes is None else peak_bytes,
+                self._store.counts.evicted_bytes,
             )
         self._poll(event)
         for key, storage in self._read.items():
@@ -239,7 +239,7 @@ class Watch:
     def leave(self) -> None:
         """The event ends: the next operation begins."""
         self._marks.append((self._begin, self._backend.mark()))
-        self._store.segment_peak_bytes = self._store.held_bytes
+        self._store.counts.segment_peak_bytes = self._store.counts.held_bytes
 
     def save(self, saved: Saved, tensor: torch.Tensor) -> None:
         module = self._paths.present()

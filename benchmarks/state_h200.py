@@ -253,11 +253,11 @@ def told(engines: Governed) -> dict[str, Any]:
         found["taken_back"] = (
             None if floor.streaming.taken_back is None else str(floor.streaming.taken_back)
         )
-    if floor is not None and floor.streaming.joint is not None:
+    if floor is not None and floor.streaming.plan is not None:
         found["joint"] = {
-            "predicted_s": floor.streaming.joint.iteration_s,
-            "taken": floor.streaming.joint.taken,
-            "moved_bytes": floor.streaming.joint.state.moved_bytes,
+            "predicted_s": floor.streaming.plan.iteration_s,
+            "taken": floor.streaming.taken,
+            "moved_bytes": floor.streaming.plan.moved_bytes,
         }
     weights = (
         engines.weights.report() if engines.weights else floor.weights.report if floor else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kilter.core.units import MIB
 from kilter.memory.engine import CpuStandIn, Swapper
-from kilter.memory.plan.joint import beside
-from kilter.memory.plan.problem import H200_PCIE5
+from kilter.memory.plan.problem import H200_PCIE5, Problem
+from kilter.memory.plan.state import Bucket, StatePlan, stream
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 from kilter.session.fence import Fence
 
@@ -171,7 +173,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
     report = made.report
     assert report is not None
     assert report.consuming
-    assert made.streaming.joint is not None
+    assert made.streaming.plan is not None
     assert report.offloaded_bytes >= MIB
     assert "of optimizer state are on the host" in words(report)
     assert made.settled
@@ -191,7 +193,7 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
     assert any("--gradients consume" in text for text in map(str, report.refused)) == (
         gradients == "auto"
     )
-    assert made.streaming.joint is None
+    assert made.streaming.plan is None
     assert report.offloaded_bytes >= MIB
     assert swapper.report().planned > 5
 
@@ -274,14 +276,19 @@ def test_a_crowded_job_settles_within_its_budget(gradients: str) -> None:
     assert max(report.peaks_bytes[-2:]) <= budget_bytes
 
 
+def half_streams(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> StatePlan:
+    """Half of the state, as if nothing else could be evicted."""
+    if not problem.intervals:  # state alone has a room
+        return stream(problem, buckets, at)
+    budget_bytes = problem.peak_bytes - STATE_BYTES // 2
+    return stream(replace(problem, intervals=(), budget_bytes=budget_bytes), buckets, at)
+
+
 @pytest.mark.parametrize("streaming_s", [0.9, 1.2])
 def test_streaming_that_makes_iterations_slower_is_taken_back(
     streaming_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "kilter.memory.plan.joint.joint",
-        lambda problem, buckets, at: beside(problem, buckets, at, STATE_BYTES // 2),
-    )
+    monkeypatch.setattr("kilter.memory.plan.state.stream", half_streams)
     values, made, swapper = train(70, STATE_BYTES + 2 * MIB, "consume", streaming_s=streaming_s)
     assert values == plain(70)
     assert made is not None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kilter.core.errors import PlanError
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets, plan_state, stall_s
+from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets, plan_state
 
 LINK = Link(to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0, both_bytes_per_s=200.0)
 updates = st.lists(
@@ -108,6 +108,5 @@ def test_a_slow_link_streams_every_other_bucket_rather_than_half_in_a_row() -> N
 
 def test_stall_of_a_link_that_is_always_late() -> None:
     """One bucket at a time: in, out, in, out, nothing hidden."""
-    buckets = even(3, 10, 0.0)
-    release, load = [(0,), (1,), (2,)], [(1,), (2,), ()]
-    assert stall_s(buckets, (0,), release, load, LINK) == pytest.approx(6 * 0.1)
+    plan = plan_state(even(3, 10, 0.0), room_bytes=10, link=LINK)
+    assert plan.stall_s == pytest.approx(6 * 0.1)

@@ -3,7 +3,7 @@
 Gradients come first: they are consumed as they arrive, where nothing forbids it. Where the user has
 not asked for that (`consume`), they are watched only if no plan for activations alone meets the
 budget. Then it is decided once how much optimizer state streams: so much that activations and state
-together cost the least time (`memory/plan/joint.py`), or, where gradients are kept, as much as is
+together cost the least time (`memory/plan/state.py`), or, where gradients are kept, as much as is
 missing for the budget.
 
 Where all of that is not enough and the user has allowed it, weights are offloaded between their use
@@ -136,9 +136,9 @@ class StateAndWeightPolicy:
         fits_bytes = min(on_host_bytes, int((1 - SLACK) * spare_bytes))
         if fits_bytes >= self._min_bytes:
             if fits_bytes == on_host_bytes:
-                self.streaming.joint = None
+                self.streaming.plan = None
             room_bytes = max(self.report.state_bytes, mover.room_bytes or 0)
-            mover.make_room(room_bytes + fits_bytes, link=self._link)
+            mover.make_room(room_bytes + fits_bytes)
 
     def _decide(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
         """How much state streams, once it is known what becomes of gradients."""

@@ -1,7 +1,7 @@
 """Optimizer state that streams beside activations: chosen by prediction, judged by measurement.
 
-State and activations are given the shares of memory and link with which an iteration takes the
-least time (`memory/plan/joint.py`). The prediction is checked: iterations with streaming state are
+State and activations are planned as one problem, in which an iteration takes the least time
+(`memory/plan/state.py`). The prediction is checked: iterations with streaming state are
 compared with those before it, and if they are not faster, all state is fetched.
 """
 
@@ -18,9 +18,9 @@ from kilter.memory import messages
 if TYPE_CHECKING:
     from kilter.memory.engine import Swapper
     from kilter.memory.engine.pass_record import PassRecord
-    from kilter.memory.engine.state import StateMover, StateReport, Visits
-    from kilter.memory.plan.joint import Joint
+    from kilter.memory.engine.state import StateMover, StateReport
     from kilter.memory.plan.problem import Link, Problem
+    from kilter.memory.plan.state import StatePlan, Visits
 
 SPARE_SHARE = 0.01
 """This share of the budget stays free of state: levels come out a little different."""
@@ -35,13 +35,15 @@ class StateStreaming:
     def __init__(self, swapper: Swapper, link: Link) -> None:
         self._swapper = swapper
         self._link = link
-        self.joint: Joint | None = None
+        self.plan: StatePlan | None = None
         """How state streams, where that was chosen and not taken back."""
         self.chosen = False
         self.taken_back: Reason | None = None
         """Why state does not stream any more."""
         self._shared: tuple[PassRecord, Problem] | None = None
-        """A room was chosen for this pass, as it is with all state on the device."""
+        """What streams was chosen for this pass, as it is with all state on the device."""
+        self._backward_s = 0.0
+        """From the first visit on the pass takes this, with all waiting."""
         self._awaiting = False
         """State is moved at the next step, and then the pass is planned anew."""
         self._before_s: float | None = None
@@ -55,7 +57,10 @@ class StateStreaming:
     @property
     def taken(self) -> float:
         """Share of the link to the device that state takes."""
-        return 0.0 if self.joint is None else self.joint.taken
+        if self.plan is None or self._backward_s == 0:
+            return 0.0
+        rate = self._link.to_device_bytes_per_s * self._link.shared
+        return self.plan.moved_bytes / (rate * self._backward_s)
 
     @property
     def on_trial(self) -> bool:
@@ -76,28 +81,29 @@ class StateStreaming:
     def choose(self, mover: StateMover, record: PassRecord, problem: Problem) -> bool:
         """Decide how memory and link are shared between activations and state; whether anything
         changes by that."""
-        from kilter.memory.plan.joint import joint
+        from kilter.memory.plan.state import beside, stream
 
         visits = mover.visits()
         if visits is None:
             return False
         streaming = visits.plan is not None
-        if streaming:  # seen while some of the state was offloaded
-            levels = zip(problem.resident_bytes, offloaded_by(visits, problem), strict=True)
-            problem = replace(problem, resident_bytes=tuple(a + b for a, b in levels))
+        # Levels were seen while some of the state was offloaded.
+        levels = beside(problem, visits, seen=True).resident_bytes
+        problem = replace(problem, resident_bytes=levels)
         spare_bytes = int(SPARE_SHARE * problem.budget_bytes)
         tight = replace(problem, budget_bytes=problem.budget_bytes - spare_bytes)
         try:
-            found = joint(tight, visits.buckets, visits.at)
+            found = stream(tight, visits.buckets, visits.at)
         except PlanError:
             return False
         self.chosen = True
-        if not found.state.streamed and not streaming:
+        if not found.streamed and not streaming:
             return False
         if self._times_s and not streaming:
             self._before_s = statistics.median(self._times_s)
-        self.joint, self._shared, self._awaiting = found, (record, problem), True
-        mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
+        self.plan, self._shared, self._awaiting = found, (record, problem), True
+        self._backward_s = found.iteration_s - sum(problem.operation_s[: visits.at[0]])
+        mover.make_room(found.peak_bytes, found)
         return True
 
     def judge(self, mover: StateMover, report: StateReport) -> None:
@@ -107,27 +113,19 @@ class StateStreaming:
         now_s = statistics.median(self._times_s) if self._times_s else float("inf")
         if now_s > before_s:
             self.taken_back = messages.streaming_slower(now_s, before_s)
-            self.joint, self._awaiting = None, True
-            mover.make_room(report.state_bytes + report.offloaded_bytes, link=self._link)
+            self.plan, self._awaiting = None, True
+            mover.make_room(report.state_bytes + report.offloaded_bytes)
 
     def changed(self, visits: Visits | None) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
+        from kilter.memory.plan.state import beside
+
         self._last_s = None
         self._times_s.clear()
         if not self._awaiting or self._shared is None or visits is None or visits.plan is None:
             self._before_s = None
-            self._swapper.weigh_anew(self.taken)
+            self._swapper.weigh_anew(None if self.plan is None else visits)
             return
         self._awaiting = False
         record, problem = self._shared
-        offloaded = offloaded_by(visits, problem)
-        levels = [a - b for a, b in zip(problem.resident_bytes, offloaded, strict=True)]
-        self._swapper.relevel(record, levels, self.taken)
-
-
-def offloaded_by(visits: Visits, problem: Problem) -> list[int]:
-    """State on the host in each operation of the pass."""
-    from kilter.memory.plan.joint import offloaded_bytes
-
-    assert visits.plan is not None
-    return offloaded_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))
+        self._swapper.relevel(record, beside(problem, visits).resident.tolist(), visits)

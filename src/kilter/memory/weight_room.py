@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kilter.memory.plan.feedback import slower
+
 if TYPE_CHECKING:
     import torch
 
@@ -74,7 +76,7 @@ class WeightRoom:
             return True
         mover = WeightMover(
             self._backend(),
-            link=self._link.less(min(taken, 1 - LEFT_TO_WEIGHTS)),
+            link=slower(self._link, out=1.0, back=1 / max(LEFT_TO_WEIGHTS, 1 - taken)),
             offloaded_bytes=self._asked_bytes,
             own_hooks=False,
             min_bytes=self._min_bytes,

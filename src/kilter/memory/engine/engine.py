@@ -55,6 +55,7 @@ from kilter.memory.engine.watch import Deviations, PassOrder, Watch
 from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
+from kilter.memory.plan.state import Visits
 from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
@@ -310,10 +311,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._begin_anew(lambda: before.append(self._kinds.exchange(others, self.budget_bytes)))
         return before[0]
 
-    def weigh_anew(self, taken: float = 0.0) -> None:
+    def weigh_anew(self, state: Visits | None = None) -> None:
         """Gradients or optimizer state take another amount of device memory from now on, and state
-        the share `taken` of the link to the device: watch and plan anew."""
-        self._kinds.taken = taken
+        streams like this: watch and plan anew."""
+        self._kinds.state = state
         self._begin_anew(self._kinds.weigh_anew)
 
     def _begin_anew(self, change: Callable[[], None]) -> None:
@@ -322,11 +323,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         change()
         self._deviations.forget()
 
-    def relevel(self, record: PassRecord, level_bytes: list[int], taken: float) -> None:
+    def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
         """The same, where the levels of one kind of pass with everything kept are known: it is
-        planned anew without being watched. From now on optimizer state takes the share `taken` of
-        the link to the device."""
-        self._kinds.taken = taken
+        planned anew without being watched."""
+        self._kinds.state = state
         self._begin_anew(partial(self._kinds.relevel, record, level_bytes))
 
     @property

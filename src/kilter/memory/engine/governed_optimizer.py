@@ -51,8 +51,8 @@ class StateInBuckets:
         self.plan: StatePlan | None = None
         self.anew = False
         """After the next step another plan is made, also for the same room."""
-        self.due_s: tuple[float, ...] = ()
-        """When the buckets are visited, where that is planned rather than watched."""
+        self.chosen: StatePlan | None = None
+        """A plan that was made together with that of the pass."""
 
 
 class RoundOfVisits:

@@ -29,6 +29,7 @@ from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.simulate import simulate
+from kilter.memory.plan.state import Visits
 
 SETTLED_STEPS = 2
 """A pass counts as settled after so many optimizer steps: the first creates gradients and state."""
@@ -126,8 +127,10 @@ class PassKinds:
         self._store = store
         self._link = link
         self._planner = planner
-        self.taken = 0.0
-        """Optimizer state takes this share of the link to the device."""
+        self.state: Visits | None = None
+        """Optimizer state that streams in passes of one kind,"""
+        self._state_events: tuple[int, ...] = ()
+        """which has these events."""
         self._min_bytes = min_bytes
         self._by_events: Kinds = {}
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
@@ -193,7 +196,7 @@ class PassKinds:
             for events, kind in self._by_events.items()
             if kind.record is record and kind.tried
         }
-        record.level_bytes = level_bytes
+        record.level_bytes, self._state_events = level_bytes, record.events
 
     def kept_calls(self) -> tuple[KeptCalls, ...]:
         """What another run may begin with, of kinds that this run has met and of others."""
@@ -399,10 +402,11 @@ class PassKinds:
 
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.slow
-        link = slower(self._link.less(self.taken), out=out, back=back)
+        link = slower(self._link, out=out, back=back)
         make_problem = partial(
             PassRecord.problem,
             link=link,
+            state=self.state if kind.record.events == self._state_events else None,
             budget_bytes=kind.may_use(budget_bytes),
             min_bytes=self._min_bytes,
             host_room_bytes=room_bytes,
@@ -415,7 +419,7 @@ class PassKinds:
             )
         problem, numbers = make_problem(kind.record, segments=kind.segments)
         problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
-        value = plan(problem, self._planner, alone=not self.taken)
+        value = plan(problem, self._planner)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

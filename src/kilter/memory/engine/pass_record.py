@@ -18,6 +18,7 @@ from typing import Any
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.memory.plan.problem import IdleInterval, Link, Problem, aligned
+from kilter.memory.plan.state import Visits, beside
 
 FOREIGN = 0
 """This event says that something saved in another pass is used."""
@@ -208,8 +209,10 @@ class PassRecord:
         host_room_bytes: int | None = None,
         recompute: bool = True,
         segments: Sequence[SavedSegment] = (),
+        state: Visits | None = None,
     ) -> tuple[Problem, tuple[int, ...]]:
-        """What the planners need, and for each interval the number of its tensor.
+        """What the planners need, and for each interval the number of its tensor; behind them
+        intervals of optimizer state that streams.
 
         Where host memory is limited to `host_room_bytes`, the tensors for which that is worth most
         may be offloaded, and the others are recomputed or stay. With `recompute` false nothing is
@@ -232,7 +235,7 @@ class PassRecord:
             link=link,
             budget_bytes=budget_bytes,
         )
-        return problem, tuple(found.numbers)
+        return beside(problem, state, seen=True), tuple(found.numbers)
 
     def members(self, segment: SavedSegment) -> tuple[int, ...]:
         """The tensors that are evicted and recomputed together. Those that the program holds for

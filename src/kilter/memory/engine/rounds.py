@@ -38,8 +38,7 @@ class Rounds:
     ) -> None:
         self._backend = backend
         self._stream = stream
-        self.link = link
-        """What activations take of the link is left out of it."""
+        self._link = link
         self._access = gradients
         self._before_update = before_update
         self._changed = changed
@@ -157,7 +156,7 @@ class Rounds:
 
     def cuts(self, governed: GovernedOptimizer) -> list[Bucket]:
         """Its buckets as planners see them. With gradients kept all are visited at once."""
-        due_s: Sequence[float] = governed.state.due_s or [
+        due_s = [
             max(governed.evidence.arrives_s.get(id(p), 0.0) for p in bucket.members)
             for bucket in governed.state.buckets
         ]
@@ -187,7 +186,9 @@ class Rounds:
         if room_bytes < least_bytes:
             governed.say(messages.little_room(least_bytes, room_bytes))
             room_bytes = least_bytes
-        plan = plan_state(self.cuts(governed), room_bytes=room_bytes, link=self.link)
+        cuts, plan = self.cuts(governed), governed.state.chosen
+        if plan is None or not plan.suits(cuts):
+            plan = plan_state(cuts, room_bytes=room_bytes, link=self._link)
         governed.state.plan = plan
         for number, bucket in enumerate(governed.state.buckets):
             bucket.streamed = number in plan.streamed

@@ -16,10 +16,10 @@ optimizer treats each parameter on its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -39,7 +39,7 @@ from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientP
 from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets
+from kilter.memory.plan.state import StatePlan, Update, Visits, in_buckets
 from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
@@ -79,16 +79,6 @@ class StateReport:
     plans: tuple[StatePlan, ...]
     refused: tuple[Reason, ...]
     """Why gradients are kept or state stays."""
-
-
-class Visits(NamedTuple):
-    """Buckets of state in the order of their visits."""
-
-    buckets: tuple[Bucket, ...]
-    at: tuple[int, ...]
-    """Their last gradients arrive in these operations of the pass."""
-    plan: StatePlan | None
-    """They stream by it now."""
 
 
 class StateMover(AbstractContextManager["StateMover"]):
@@ -449,19 +439,14 @@ class StateMover(AbstractContextManager["StateMover"]):
             at.append(max(found))
         if at != sorted(at):
             return None
-        return Visits(tuple(self._rounds.cuts(governed)), tuple(at), governed.state.plan)
+        return Visits(self._rounds.cuts(governed), at, governed.state.plan)
 
-    def make_room(
-        self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
-    ) -> None:
-        """From the next step on `room_bytes` of state stay. Where they are known, `due_s` says when
-        the buckets of the only optimizer are visited, from the first gradient on, and `link` what
-        is left of the link for them."""
+    def make_room(self, room_bytes: int, chosen: StatePlan | None = None) -> None:
+        """From the next step on at most `room_bytes` of state are on the device. The state of the
+        only optimizer may have a plan already, `chosen` together with that of the pass."""
         self.room_bytes = room_bytes
-        if link is not None:
-            self._rounds.link = link
         for governed in self._optimizers.values():
-            governed.state.due_s = governed.state.due_s if due_s is None else tuple(due_s)
+            governed.state.chosen = chosen
             governed.state.anew = True
 
     def _unstash(self, governed: GovernedOptimizer) -> None:

@@ -63,10 +63,9 @@ def plan(
     planner: str = "mix",
     *,
     bound: bool = False,
-    alone: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> MemoryPlan:
-    """The plan of one planner; if it is not `alone`, with loads that leave gaps for others on the
+    """The plan of one planner; beside state that streams, with loads that leave gaps for it on the
     link. (What the patent says, `literal`, is left as it says it.)
     `clock` times the planner (`solve_s`); planning itself reads none.
 
@@ -75,7 +74,9 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"planner {planner!r} is not one of {', '.join(PLANNERS)}")
     begin = clock() if clock else 0.0
-    schedule = PLANNERS[planner](problem)
+    alone = not any(interval.wraps for interval in problem.intervals)
+    sees_streams = alone or planner in ("mix", "spanning")
+    schedule = PLANNERS[planner](problem if sees_streams else problem.at_rest)
     if planner != "literal":
         schedule = delay_loads(problem, schedule, ahead=AHEAD_S if alone else AHEAD_OF_OTHERS)
     solve_s = clock() - begin if clock else None
@@ -102,8 +103,8 @@ def described(
         compute_s=problem.compute_s,
         stall_s=outcome.stall_s,
         recompute_s=outcome.recompute_s,
-        out_bytes=outcome.out_bytes,
-        in_bytes=outcome.in_bytes,
+        out_bytes=sum(interval.size_bytes for interval in moved),
+        in_bytes=sum(interval.size_bytes for interval in moved),
         host_bytes=arena(problem, schedule)[1],
         transfer_s=sum(
             problem.link.in_s(j.size_bytes) + problem.link.out_s(j.size_bytes) for j in moved

@@ -44,16 +44,19 @@ class Waiting:
 
 
 def expected(problem: Problem, schedule: Schedule) -> Waiting:
-    """What the simulator says. Where several loads are due at once, the first one has it all."""
+    """What the simulator says. Where several loads are due at once, the first one has it all.
+    Waiting for optimizer state is left out: passes are not asked for it."""
     due = problem.deadlines(frozenset(schedule.recomputed))
     first: dict[int, int] = {}
     for move in schedule.moves:
         first.setdefault(due[move.interval], move.interval)
+    visits = {len(problem.operation_s), *problem.visits}
+    visits |= {interval.after for interval in problem.intervals if interval.wraps}
     out_s, in_s = 0.0, dict.fromkeys(first.values(), 0.0)
     for span in simulate(problem, schedule).spans:
         if span.lane == "stall" and span.index in first:
             in_s[first[span.index]] += span.end_s - span.start_s
-        elif span.lane == "stall":
+        elif span.lane == "stall" and span.index not in visits:
             out_s += span.end_s - span.start_s
     return Waiting(out_s=out_s, in_s=in_s)
 

@@ -176,7 +176,8 @@ def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:
     dearest first."""
     recomputed = frozenset(chosen)
     due = problem.deadlines(recomputed)
-    evicted = {i: (problem.intervals[i].after + 1, due[i]) for i in recomputed}
+    out = (*recomputed, *problem.streaming)
+    evicted = {i: (problem.intervals[i].after + 1, due[i]) for i in out}
     slack = problem.budget_bytes - problem.profile(evicted)
     if int(slack.min()) <= 0:
         return recomputed

@@ -3,12 +3,13 @@
 Memory is decided in program order and never exceeds the budget. An interval's memory is freed as
 late as the budget allows, so that its transfer has time to finish; it is loaded as early as the
 budget allows, in the order of the deadlines, so that the load is done in time. An interval that the
-budget never forces out before its next use stays: both of its transfers are cancelled.
+budget never forces out before its next use stays: both of its transfers are cancelled. What wraps
+around the iteration is always moved, at visits only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from math import inf
@@ -33,8 +34,8 @@ def judged(
     Each round but the first knows from the simulator when transfers are complete: their memory is
     free at once then, so that loads may start earlier. The best schedule is returned.
     """
-    chosen = sorted(offloaded)
-    arrival: dict[int, int] = {}
+    chosen = sorted((*offloaded, *problem.streaming))
+    arrival = _undelayed(problem)
     best: tuple[Schedule, SimulatedPass] | None = None
     for _ in range(rounds):
         moves = _moves(problem, chosen, recomputed, arrival)
@@ -58,6 +59,17 @@ def judged(
     return best
 
 
+def _undelayed(problem: Problem) -> dict[int, int]:
+    """The operations by which copies of what wraps are complete if nothing delays them."""
+    link, found = problem.link, {}
+    ends = np.cumsum(problem.operation_s if problem.streaming else ())
+    for index in problem.streaming:
+        interval = problem.intervals[index]
+        end_s = ends[interval.after] + link.out_s(interval.size_bytes) / link.shared
+        found[index] = int(np.searchsorted(ends, end_s)) + 1
+    return found
+
+
 def _moves(
     problem: Problem, offloaded: list[int], recomputed: frozenset[int], arrival: dict[int, int]
 ) -> tuple[Move, ...] | None:
@@ -75,10 +87,14 @@ def _moves(
     moves = []
     for index in sorted(release, key=lambda i: (due[i], -intervals[i].after)):
         size = intervals[index].size_bytes
-        short = np.flatnonzero(slack[release[index] : due[index]] < size)
-        load = release[index] + (int(short[-1]) + 1 if short.size else 0)
+        wraps = intervals[index].wraps
+        first = 0 if wraps else release[index]
+        short = np.flatnonzero(slack[first : due[index]] < size)
+        load = first + (int(short[-1]) + 1 if short.size else 0)
+        if wraps:
+            load = problem.visits[bisect_left(problem.visits, load)]
         slack[load : due[index]] -= size
-        if load > release[index]:
+        if wraps or load > release[index]:
             moves.append(Move(index, release[index], load))
     return tuple(sorted(moves))
 
@@ -96,7 +112,7 @@ def releases(
     leaving: dict[int, list[int]] = {}
     for index in offloaded:
         leaving.setdefault(problem.intervals[index].after + 1, []).append(index)
-    arrival = arrival or {}
+    arrival, visits = arrival or {}, problem.visits
     pending: deque[int] = deque()
     held_bytes = 0
     release: dict[int, int] = {}
@@ -106,12 +122,19 @@ def releases(
             held_bytes += problem.intervals[index].size_bytes
         while pending:
             index = pending[0]
-            used_again = due[index] <= operation
+            wraps = problem.intervals[index].wraps
+            used_again = due[index] <= operation and not wraps
             complete = arrival.get(index, operation + 1) <= operation
+            complete &= not wraps or operation in visits
             if not (used_again or complete or level + held_bytes > problem.budget_bytes):
                 break
             pending.popleft()
             held_bytes -= problem.intervals[index].size_bytes
-            if not used_again:
+            if wraps:
+                release[index] = visits[bisect_right(visits, operation) - 1]
+            elif not used_again:
                 release[index] = operation
+    for index in (*pending, *leaving.get(len(least), ())):
+        if problem.intervals[index].wraps:
+            release[index] = len(least)
     return release

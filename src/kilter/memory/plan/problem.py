@@ -2,7 +2,8 @@
 
 Memory is counted in program order, as an eager framework's allocator counts it: operation `k`
 needs `resident_bytes[k]` when nothing is evicted, less the size of every interval that is evicted
-during `k`. Times are the matter of `simulate`.
+during `k`. Times are the matter of `simulate`. The iteration repeats: optimizer state is used once,
+and may be evicted from there around the end of the iteration to its next use.
 """
 
 from __future__ import annotations
@@ -54,18 +55,6 @@ class Link:
         alone = self.to_host_bytes_per_s + self.to_device_bytes_per_s
         return min(1.0, self.both_bytes_per_s / alone)
 
-    def less(self, taken: float) -> Link:
-        """What is left while others move tensors both ways and take the share `taken` of the rate
-        to the device (0: the link as it is)."""
-        if not taken:
-            return self
-        to_device = self.to_device_bytes_per_s * self.shared * (1 - taken)
-        return replace(
-            self,
-            to_device_bytes_per_s=to_device,
-            both_bytes_per_s=self.to_host_bytes_per_s * self.shared + to_device,
-        )
-
     def out_s(self, size_bytes: float) -> float:
         """Time of one transfer to the host with the other direction idle."""
         return self.latency_s + size_bytes / self.to_host_bytes_per_s
@@ -93,7 +82,9 @@ class IdleInterval:
     after: int
     """The operation with this index uses it last before the gap."""
     before: int
-    """The operation with this index needs it again; it is at least `after` + 2."""
+    """The operation with this index needs it again; it is at least `after` + 2. Where the gap wraps
+    around the iteration, it is at most `after`, which needs it again: from this operation on there
+    has to be memory for it."""
     recompute_s: float | None = None
     """Recomputing it from what `needs` names takes this; `None` if it cannot be recomputed."""
     needs: tuple[int, ...] = ()
@@ -102,6 +93,14 @@ class IdleInterval:
     """May be offloaded; otherwise it is recomputed or stays."""
     together: bool = False
     """Stands for several tensors, which the call of a module makes together."""
+
+    moved: tuple[int, int] | None = None
+    """What wraps is moved already: it is evicted from the first operation around to the second."""
+
+    @property
+    def wraps(self) -> bool:
+        """The gap goes around the end of the iteration."""
+        return self.before <= self.after
 
     @property
     def gap(self) -> int:
@@ -123,6 +122,8 @@ class Problem:
     """What counts of the host's time for each interval of one tensor that is recomputed."""
     moved_s: float = 0.0
     """So much counts for each that is offloaded."""
+    visits: tuple[int, ...] = ()
+    """Before these operations, in order, and at the end what wraps may be loaded and released."""
 
     def __post_init__(self) -> None:
         count = len(self.operation_s)
@@ -134,7 +135,10 @@ class Problem:
         if not all(math.isfinite(t) and t >= 0 for t in self.operation_s):
             raise PlanError("operation times must be finite and not negative")
         for index, interval in enumerate(self.intervals):
-            if not 0 <= interval.after < interval.before - 1 < count - 1:
+            if interval.wraps:
+                if not {interval.before, interval.after + 1} <= {*self.visits, count}:
+                    raise PlanError(f"{interval.name}: cannot be moved right before and after use")
+            elif not 0 <= interval.after < interval.before - 1 < count - 1:
                 raise PlanError(f"{interval.name}: no operation between its two uses")
             if interval.size_bytes <= 0:
                 raise PlanError(f"{interval.name}: size must be positive")
@@ -143,7 +147,20 @@ class Problem:
 
     @cached_property
     def resident(self) -> Bytes:
-        return np.asarray(self.resident_bytes, dtype=np.int64)
+        """The levels with nothing evicted but what is moved already."""
+        moved = {i: j.moved for i, j in enumerate(self.intervals) if j.moved is not None}
+        return np.asarray(self.resident_bytes, dtype=np.int64) + self._change(moved)
+
+    @cached_property
+    def streaming(self) -> tuple[int, ...]:
+        """These intervals wrap, and it is to be planned when they move."""
+        return tuple(i for i, j in enumerate(self.intervals) if j.wraps and j.moved is None)
+
+    @property
+    def at_rest(self) -> Problem:
+        """The same without the traffic of what wraps, which is moved already."""
+        kept = tuple(interval for interval in self.intervals if not interval.wraps)
+        return replace(self, intervals=kept, resident_bytes=tuple(self.resident.tolist()))
 
     @property
     def compute_s(self) -> float:
@@ -157,18 +174,24 @@ class Problem:
 
     def profile(self, evicted: dict[int, tuple[int, int]]) -> Bytes:
         """Bytes during each operation when interval `i` is evicted in operations `[start,
-        stop)`."""
+        stop)`; if it wraps, from `start` on and before `stop`."""
+        return self.resident + self._change(evicted)
+
+    def _change(self, evicted: dict[int, tuple[int, int]]) -> Bytes:
         change = np.zeros(len(self.operation_s) + 1, dtype=np.int64)
         for index, (start, stop) in evicted.items():
             size = self.intervals[index].size_bytes
             change[start] -= size
             change[stop] += size
-        return self.resident + np.cumsum(change[:-1])
+            if self.intervals[index].wraps:
+                change[0] -= size
+        found: Bytes = np.cumsum(change[:-1])
+        return found
 
     @property
     def floor_bytes(self) -> int:
         """The smallest peak that any schedule reaches: everything evicted in all of its gap."""
-        gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals)}
+        gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals) if not j.moved}
         return int(self.profile(gaps).max())
 
     def check_floor(self) -> None:

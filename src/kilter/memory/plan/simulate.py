@@ -8,8 +8,9 @@ serves transfers first in, first out; while both are busy they share the link. B
 3. the operation waits for what it needs, and recomputes what is to be recomputed.
 
 A transfer to the host starts no earlier than the end of the operation before the gap. Waiting is
-counted as stall. Nothing is trusted: what is not resident when used, more memory than the budget,
-or a load that does not follow its release is reported as a fault.
+counted as stall. What wraps around the iteration begins and ends it evicted, its last copy done.
+Nothing is trusted: what is not resident when used, more memory than the budget, or a load that does
+not follow its release is reported as a fault.
 """
 
 from __future__ import annotations
@@ -194,11 +195,17 @@ class _Timetable:
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         intervals = problem.intervals
         recomputed = frozenset(schedule.recomputed)
+        given = [Move(i, *j.moved) for i, j in enumerate(intervals) if j.moved is not None]
+        every = (*schedule.moves, *given)
+        self.around = [move.interval for move in every if intervals[move.interval].wraps]
+        """These intervals are evicted where the iteration begins and where it ends."""
         self.due = problem.deadlines(recomputed)
+        for index in self.around:
+            self.due[index] = intervals[index].after
         self.leave: dict[int, list[Move]] = {}
         self.release: dict[int, list[Move]] = {}
         self.load: dict[int, list[Move]] = {}
-        for move in schedule.moves:
+        for move in every:
             self.leave.setdefault(intervals[move.interval].after, []).append(move)
             self.release.setdefault(move.release, []).append(move)
             self.load.setdefault(move.load, []).append(move)
@@ -209,11 +216,12 @@ class _Timetable:
         for index in sorted(recomputed):
             self.drop.setdefault(intervals[index].after, []).append(index)
             self.recompute.setdefault(self.due[index], []).append(index)
-        self.touched = sorted({*recomputed, *(move.interval for move in schedule.moves)})
+        self.touched = sorted({*recomputed, *(move.interval for move in every)})
         self.needed: dict[int, list[int]] = {}
         for index in self.touched:
             interval = intervals[index]
-            for operation in {interval.after, self.due[index], interval.before}:
+            last = interval.after if interval.wraps else interval.before
+            for operation in {interval.after, self.due[index], last}:
                 self.needed.setdefault(operation, []).append(index)
 
 
@@ -224,11 +232,13 @@ class _Iteration:
         self._problem = problem
         self._timetable = timetable
         self._state = dict.fromkeys(timetable.touched, _State.RESIDENT)
+        self._state |= dict.fromkeys(timetable.around, _State.EVICTED)
         self._spans: list[Span] = []
         self._faults: list[str] = []
         self._channels = _Channels(problem.link, self._spans.append)
         self._clock_s = self._stall_s = self._recompute_s = 0.0
-        self._offload_bytes = self._peak_bytes = self._out_bytes = self._in_bytes = 0
+        self._peak_bytes = self._out_bytes = self._in_bytes = 0
+        self._offload_bytes = sum(problem.intervals[i].size_bytes for i in timetable.around)
 
     def run(self) -> SimulatedPass:
         due = self._timetable
@@ -250,8 +260,10 @@ class _Iteration:
                 self._leave(due.leave[operation])
             if operation in due.drop:
                 self._drop(due.drop[operation])
+        end = len(self._problem.operation_s)
+        self._release(end, due.release.get(end, ()))
         for index, where in self._state.items():
-            if where is not _State.RESIDENT:
+            if where is not (_State.EVICTED if index in due.around else _State.RESIDENT):
                 name = self._problem.intervals[index].name
                 self._faults.append(f"{name}: {where.value} at the end of the iteration")
         return SimulatedPass(

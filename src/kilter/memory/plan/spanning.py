@@ -51,7 +51,9 @@ def swap_rest(
     largest = max(interval.size_bytes for interval in problem.intervals)
     # A large problem consists of many like intervals: Belady's order is enough, and one transfer
     # more or less in flight is nothing beside the budget.
-    small = len(problem.intervals) <= SMALL
+    # Where state streams, rough plans are many, and differ in the memory that is left free.
+    rough = rounds == 1 and problem.streaming
+    small = len(problem.intervals) <= SMALL and not rough
     choices = (
         list(product((0, largest), (short_gaps, large_transfers))) if small else [(0, short_gaps)]
     )
@@ -100,7 +102,8 @@ def leaving(
         for index, interval in enumerate(intervals)
         if interval.to_host and index not in recomputed and due[index] > interval.after + 1
     ]
-    evicted = {i: (intervals[i].after + 1, due[i]) for i in (*rest, *recomputed)}
+    out = (*rest, *recomputed, *problem.streaming)
+    evicted = {i: (intervals[i].after + 1, due[i]) for i in out}
     level = problem.profile(evicted)
     if int(level.max()) > problem.budget_bytes:
         return None

@@ -1,34 +1,46 @@
-"""Optimizer state that streams through the device, and gradients that are consumed on arrival.
+"""Optimizer state that streams through the device, in the one problem of memory and link.
 
 The optimizer's work is cut into *buckets*: parameters whose gradients arrive one after the other in
 backward. When the last gradient of a bucket has arrived, the bucket is *visited*: its state is
 waited for, its parameters are updated, and the copy of its state to the host starts. The state of a
-bucket that is not streamed stays on the device.
+bucket that is not streamed stays on the device; that of one that streams is an interval which wraps
+around the iteration.
 
-As in all of these planners, memory is decided in program order and only time is simulated: a bucket
-is on the device from the visit at which its load is issued to the visit at which it is released.
+State that is offloaded while memory peaks leaves room for activations, which then need not be
+recomputed; its copies share the link with theirs, in backward. Which buckets stream is searched,
+with as little memory reserved for them in flight as pays; the planner of activations plans both,
+and the simulator decides.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
-from kilter.core.errors import PlanError
-from kilter.memory.plan.problem import Link
+from kilter.core.errors import BudgetTooSmall, PlanError
+from kilter.memory.plan.mix import mix, roughly
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
+from kilter.memory.plan.simulate import Move, SimulatedPass, simulate
 
 VISITS = 48
 """An iteration has so many buckets unless told otherwise: each costs the host one call of the
 optimizer, and the device one bucket of gradients."""
-WINDOW_BUCKETS = (2, 3, 4, 6)
-"""These sizes are tried for the room that streamed buckets share, in buckets of the largest
-size."""
-LAGS = (1, 2, 3)
-"""The copy of a bucket to the host is given so many visits before its memory is needed."""
-MARGINS = (0, 1, 2, 4)
-"""So many buckets at either end are tried as not streamed: no computation hides the loads of the
-first ones, nor the offloading of the last ones."""
+STATE_PARTS = 16
+"""The state is divided into so many parts; every other number of them is tried, and the neighbours
+of the best."""
+ALIKE = 0.003
+"""More state streams only if that saves this share of the iteration: about what the rough plans
+behind the comparison are worth."""
+STREAMING_WORTH = 0.01
+"""Streaming has to save this share of the iteration."""
+RESERVES = (0, 1, 2, 3)
+"""These are tried for the memory that is kept for buckets in flight."""
+ENDS = ((0, 0), (1, 0), (0, 1), (2, 2))
+"""So many buckets at either end are tried as not streamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +83,25 @@ class StatePlan:
     """It is the most state on the device at one time."""
     moved_bytes: int
     """So much moves each way, in each iteration."""
+    iteration_s: float
+    """Simulated: forward and backward take this, with all waiting."""
     stall_s: float
     """Simulated wait of the computation for copies."""
+
+    def suits(self, buckets: Sequence[Bucket]) -> bool:
+        """It was made for so many buckets with so much state."""
+        total_bytes = self.resident_bytes + self.moved_bytes
+        return (len(self.load), total_bytes) == (len(buckets), sum(b.state_bytes for b in buckets))
+
+
+class Visits(NamedTuple):
+    """Buckets of state in the order of their visits."""
+
+    buckets: Sequence[Bucket]
+    at: Sequence[int]
+    """Their last gradients arrive in these operations of the pass."""
+    plan: StatePlan | None
+    """They stream by it now."""
 
 
 def in_buckets(updates: Sequence[Update], size_bytes: int | None = None) -> tuple[Bucket, ...]:
@@ -100,39 +129,163 @@ def in_buckets(updates: Sequence[Update], size_bytes: int | None = None) -> tupl
 
 
 def plan_state(buckets: Sequence[Bucket], *, room_bytes: int, link: Link) -> StatePlan:
-    """At most `room_bytes` of state on the device at any time, and as little waiting as was found.
+    """At most `room_bytes` of state on the device at any time, and as little waiting as was found,
+    where nothing else moves. `PlanError` if not even one bucket at a time fits.
 
-    How many buckets stream, how they are spread, and how much room they share is searched; the
-    simulation decides. `PlanError` if not even one bucket at a time fits.
+    Each visit is two operations here: the time until its gradients are there, and the visit.
     """
-    total_bytes = sum(b.state_bytes for b in buckets)
-    if total_bytes <= room_bytes:
-        return _scheduled(buckets, frozenset(), room_bytes, link, LAGS[0])
-    found = [
-        _scheduled(buckets, streamed, room_bytes, link, lag)
-        for streamed in dict.fromkeys(_candidates(buckets, room_bytes))
-        for lag in LAGS
-    ]
-    if not found:
-        raise PlanError(
-            f"optimizer state of {total_bytes} bytes streams through no less than "
-            f"{max(b.state_bytes for b in buckets)} bytes; {room_bytes} were given"
+    due_s = [0.0, *(b.due_s for b in buckets)]
+    steps_s = [step for a, b in pairwise(due_s) for step in (max(0.0, b - a), 0.0)]
+    count, total_bytes = len(buckets), sum(b.state_bytes for b in buckets)
+    at = range(1, 2 * count, 2)
+    problem = Problem(tuple(steps_s), (total_bytes,) * 2 * count, (), link, room_bytes)
+    return stream(replace(problem, visits=tuple(range(0, 2 * count + 1, 2))), buckets, at)
+
+
+def stream(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> StatePlan:
+    """The state that streams, so that the iteration takes least time; none, if that is fast enough
+    (`STREAMING_WORTH`).
+
+    `problem` has all state on the device; `at` are the operations in which the buckets' last
+    gradients arrive. `PlanError` if no choice of buckets is enough for the budget.
+    """
+    if not problem.visits:
+        problem = replace(problem, visits=_visits(at))
+    return _Search(problem, buckets, at).best()
+
+
+class _Choice(NamedTuple):
+    """What streams: so many parts of the state."""
+
+    parts: int = 0
+    head: int = 1
+    """So many buckets at the front stay: no computation hides their loads."""
+    tail: int = 1
+    """So many at the back stay: no computation hides their copies to the host."""
+    ahead: int = 1
+    """There is memory for a bucket from so many visits on before the last moment, or earlier."""
+
+
+class _Search:
+    """Choices are planned roughly and compared; the best is planned thoroughly."""
+
+    def __init__(self, problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> None:
+        self._problem, self._buckets, self._at = problem, buckets, at
+        self._total_bytes = sum(b.state_bytes for b in buckets)
+        self._tried: set[tuple[tuple[int, ...], int]] = set()
+        self._best, self._best_s = _Choice(), inf
+
+    def best(self) -> StatePlan:
+        for parts in range(0, STATE_PARTS + 1, 2):
+            for ends, ahead in ((1, 1), (1, 0), (0, 1), (0, 0)):
+                if self._consider(_Choice(parts, ends, ends, ahead), 1 / (1 + ALIKE)):
+                    break
+        if self._best_s == inf:
+            raise BudgetTooSmall(
+                f"the budget of {self._problem.budget_bytes} bytes is out of reach even with "
+                "optimizer state on the host"
+            )
+        self._beside()
+        choice = self._best if self._best.parts else _Choice(2)
+        for ahead in RESERVES:
+            self._consider(choice._replace(ahead=ahead))
+        choice = self._best if self._best.parts else choice
+        quarter = len(self._buckets) // 4
+        for head, tail in (*ENDS, (quarter, 1), (2 * quarter, 1)):
+            self._consider(choice._replace(head=head, tail=tail))
+        self._beside()
+        found = self._plan(self._best)
+        assert found is not None
+        whole = self._plan(_Choice()) if self._best.parts else None
+        worth_s = (1 + STREAMING_WORTH) * found.iteration_s
+        return found if whole is None or worth_s < whole.iteration_s else whole
+
+    def _beside(self) -> None:
+        """A little more state, or less."""
+        best = self._best
+        if best.parts:
+            self._consider(best._replace(parts=best.parts - 1), 1 + ALIKE)
+            self._consider(best._replace(parts=best.parts + 1), 1 / (1 + ALIKE))
+
+    def _consider(self, choice: _Choice, share: float = 1.0) -> bool:
+        """Take this choice if it takes less than this share of the best one's time. `False` if it
+        is none: there is not so much state between the ends, or it does not fit."""
+        moved = self._moved(choice)
+        if moved is None or (moved, choice.ahead) in self._tried:
+            return False
+        self._tried.add((moved, choice.ahead))
+        problem = self._streaming(moved, choice.ahead)
+        if problem.floor_bytes > problem.budget_bytes:
+            return False
+        try:
+            _, outcome = roughly(problem, share * self._best_s)
+        except PlanError:
+            return True
+        if outcome.iteration_s < share * self._best_s:
+            self._best, self._best_s = choice, outcome.iteration_s
+        return True
+
+    def _plan(self, choice: _Choice) -> StatePlan | None:
+        """Thoroughly planned; None if there is no plan."""
+        moved = self._moved(choice) or ()
+        problem = self._streaming(moved, choice.ahead)
+        try:
+            schedule = mix(problem)
+        except PlanError:
+            return None
+        outcome = simulate(problem, schedule)
+        first = len(self._problem.intervals)
+        moves = [(moved[m.interval - first], m) for m in schedule.moves if m.interval >= first]
+        return self._by_visit(moves, outcome)
+
+    def _by_visit(self, moves: Sequence[tuple[int, Move]], outcome: SimulatedPass) -> StatePlan:
+        """What is done with these buckets after each visit: what the schedule begins before an
+        operation is issued after the last visit before it."""
+        sizes = [b.state_bytes for b in self._buckets]
+        release: list[list[int]] = [[] for _ in sizes]
+        load: list[list[int]] = [[] for _ in (None, *sizes)]
+        for i, move in sorted(moves):
+            release[bisect_left(self._at, move.release) - 1].append(i)
+            load[bisect_left(self._at, move.load)].append(i)
+        moved_bytes = sum(sizes[i] for i, _ in moves)
+        held_bytes = self._total_bytes - moved_bytes
+        peak_bytes = 0
+        for released, loaded in zip([[], *release], load, strict=True):
+            held_bytes += sum(sizes[i] for i in loaded) - sum(sizes[i] for i in released)
+            peak_bytes = max(peak_bytes, held_bytes)
+        return StatePlan(
+            streamed=frozenset(i for i, _ in moves),
+            begin=tuple(load[0]),
+            release=tuple(map(tuple, release)),
+            load=tuple(map(tuple, load[1:])),
+            resident_bytes=self._total_bytes - moved_bytes,
+            peak_bytes=peak_bytes,
+            moved_bytes=moved_bytes,
+            iteration_s=outcome.iteration_s,
+            stall_s=outcome.stall_s,
         )
-    return min(found, key=lambda plan: (plan.stall_s, plan.moved_bytes, plan.peak_bytes))
 
+    def _moved(self, choice: _Choice) -> tuple[int, ...] | None:
+        """The buckets that stream; None if there are not so many bytes between the ends."""
+        bytes_ = self._total_bytes * choice.parts // STATE_PARTS
+        holders = [i for i, b in enumerate(self._buckets) if b.state_bytes]
+        pool = holders[choice.head : len(holders) - choice.tail] if choice.parts else []
+        if sum(self._buckets[i].state_bytes for i in pool) < bytes_:
+            return None
+        return tuple(_spread(pool, self._buckets, bytes_))
 
-def _candidates(buckets: Sequence[Bucket], room_bytes: int) -> Iterator[frozenset[int]]:
-    """Sets of buckets to stream that leave room for themselves, evenly spread."""
-    total_bytes = sum(b.state_bytes for b in buckets)
-    holders = [i for i, b in enumerate(buckets) if b.state_bytes]
-    for head, tail, window in product(MARGINS, MARGINS, WINDOW_BUCKETS):
-        pool = holders[head : len(holders) - tail]
-        sizes = [buckets[i].state_bytes for i in pool]
-        offloaded_bytes = total_bytes - room_bytes + window * max(sizes, default=0)
-        if sum(sizes) >= offloaded_bytes:
-            yield frozenset(_spread(pool, buckets, offloaded_bytes))
-    if max(b.state_bytes for b in buckets) <= room_bytes:
-        yield frozenset(holders)
+    def _streaming(self, moved: Iterable[int], ahead: int) -> Problem:
+        visits = self._problem.visits
+        wrapping = [
+            IdleInterval(
+                name=f"optimizer state {i}",
+                size_bytes=self._buckets[i].state_bytes,
+                after=self._at[i],
+                before=visits[max(0, bisect_right(visits, self._at[i]) - 1 - ahead)],
+            )
+            for i in moved
+        ]
+        return replace(self._problem, intervals=(*self._problem.intervals, *wrapping))
 
 
 def _spread(pool: Sequence[int], buckets: Sequence[Bucket], offloaded_bytes: int) -> Iterator[int]:
@@ -149,93 +302,35 @@ def _spread(pool: Sequence[int], buckets: Sequence[Bucket], offloaded_bytes: int
             yield i
 
 
-def _scheduled(
-    buckets: Sequence[Bucket], streamed: frozenset[int], room_bytes: int, link: Link, lag: int
-) -> StatePlan:
-    """Loads as early as the room allows; memory is given up when a load needs it, oldest first, and
-    within the lag only if the next visit would find its state on the host otherwise."""
-    total_bytes = sum(b.state_bytes for b in buckets)
-    resident_bytes = total_bytes - sum(buckets[i].state_bytes for i in streamed)
-    free_bytes = room_bytes - resident_bytes
-    to_load = sorted(streamed)
-    leaving: list[int] = []
-    begin: list[int] = []
-    while to_load and buckets[to_load[0]].state_bytes <= free_bytes:
-        free_bytes -= buckets[to_load[0]].state_bytes
-        begin.append(to_load.pop(0))
-    least_free_bytes = free_bytes
-    release, load = [], []
-    for visit, _ in enumerate(buckets):
-        released, loaded = [], []
-        if visit in streamed:
-            leaving.append(visit)
-        while to_load:
-            needed_bytes = buckets[to_load[0]].state_bytes
-            urgent = to_load[0] == visit + 1
-            ready = [i for i in leaving if i <= visit - lag or urgent]
-            if needed_bytes > free_bytes + sum(buckets[i].state_bytes for i in ready):
-                break
-            while needed_bytes > free_bytes:
-                released.append(leaving.pop(0))
-                free_bytes += buckets[released[-1]].state_bytes
-            free_bytes -= needed_bytes
-            loaded.append(to_load.pop(0))
-            least_free_bytes = min(least_free_bytes, free_bytes)
-        if visit + 1 == len(buckets):
-            released += leaving
-        release.append(tuple(released))
-        load.append(tuple(loaded))
-    return StatePlan(
-        streamed=streamed,
-        begin=tuple(begin),
-        release=tuple(release),
-        load=tuple(load),
-        resident_bytes=resident_bytes,
-        peak_bytes=room_bytes - least_free_bytes,
-        moved_bytes=total_bytes - resident_bytes,
-        stall_s=stall_s(buckets, begin, release, load, link),
-    )
+def _visits(at: Sequence[int]) -> tuple[int, ...]:
+    """State is moved when the first gradient is there, and after each visit."""
+    return tuple(sorted({at[0], *(operation + 1 for operation in at)}))
 
 
-def stall_s(
-    buckets: Sequence[Bucket],
-    begin: Iterable[int],
-    release: Iterable[Iterable[int]],
-    load: Iterable[Iterable[int]],
-    link: Link,
-) -> float:
-    """Time that the computation waits for copies. Both directions are taken as busy all the time;
-    the update's own time is part of the arrival of what comes next."""
-    in_rate = link.to_device_bytes_per_s * link.shared
-    out_rate = link.to_host_bytes_per_s * link.shared
-    now_s = in_free_s = out_free_s = waited_s = 0.0
-    arrival_s: dict[int, float] = {}
-    departed_s: dict[int, float] = {}
-
-    def issue(numbers: Iterable[int]) -> None:
-        nonlocal in_free_s
-        for i in numbers:
-            start_s = max(now_s, in_free_s)
-            in_free_s = start_s + link.latency_s + buckets[i].state_bytes / in_rate
-            arrival_s[i] = in_free_s
-
-    def wait(until_s: float) -> None:
-        nonlocal now_s, waited_s
-        waited_s += max(0.0, until_s - now_s)
-        now_s = max(now_s, until_s)
-
-    issue(begin)
-    gaps_s = [max(0.0, b.due_s - a.due_s) for a, b in pairwise(buckets)]
-    steps_s = [buckets[0].due_s if buckets else 0.0, *gaps_s]
-    rows = zip(steps_s, release, load, strict=True)
-    for visit, (step_s, released, loaded) in enumerate(rows):
-        now_s += step_s
-        if visit in arrival_s:
-            wait(arrival_s[visit])
-            start_s = max(now_s, out_free_s)
-            out_free_s = start_s + link.latency_s + buckets[visit].state_bytes / out_rate
-            departed_s[visit] = out_free_s
+def beside(problem: Problem, state: Visits | None, *, seen: bool = False) -> Problem:
+    """`problem` with the state that streams; its levels have all state on the device, or were
+    `seen` while it streamed."""
+    if state is None or (plan := state.plan) is None:
+        return problem
+    buckets, at, _ = state
+    visits = _visits(at)
+    load = dict.fromkeys(plan.begin, at[0])
+    load |= {i: at[visit] + 1 for visit, loaded in enumerate(plan.load) for i in loaded}
+    wrapping = []
+    for visit, released in enumerate(plan.release):
         for i in released:
-            wait(departed_s[i])
-        issue(loaded)
-    return waited_s
+            before = min(load[i], visits[bisect_right(visits, at[i]) - 1])
+            wrapping.append(
+                IdleInterval(
+                    name=f"optimizer state {i}",
+                    size_bytes=buckets[i].state_bytes,
+                    after=at[i],
+                    before=before,
+                    moved=(at[visit] + 1, before),
+                )
+            )
+    found = replace(problem, intervals=(*problem.intervals, *wrapping), visits=visits)
+    if not seen:
+        return found
+    offloaded = found.resident_bytes - found.resident
+    return replace(found, resident_bytes=tuple((found.resident_bytes + offloaded).tolist()))

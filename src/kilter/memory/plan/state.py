@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -29,9 +30,10 @@ from kilter.memory.plan.simulate import Move, SimulatedPass, simulate
 VISITS = 48
 """An iteration has so many buckets unless told otherwise: each costs the host one call of the
 optimizer, and the device one bucket of gradients."""
-STATE_PARTS = 16
-"""The state is divided into so many parts; every other number of them is tried, and the neighbours
-of the best."""
+STATE_PARTS = 64
+COARSE_PARTS = 8
+"""The state is divided into so many parts. Multiples of `COARSE_PARTS` are tried, and then fewer
+more or less of them than the best has."""
 ALIKE = 0.003
 """More state streams only if that saves this share of the iteration: about what the rough plans
 behind the comparison are worth."""
@@ -176,7 +178,7 @@ class _Search:
         self._best, self._best_s = _Choice(), inf
 
     def best(self) -> StatePlan:
-        for parts in range(0, STATE_PARTS + 1, 2):
+        for parts in range(0, STATE_PARTS + 1, COARSE_PARTS):
             for ends, ahead in ((1, 1), (1, 0), (0, 1), (0, 0)):
                 if self._consider(_Choice(parts, ends, ends, ahead), 1 / (1 + ALIKE)):
                     break
@@ -185,49 +187,49 @@ class _Search:
                 f"the budget of {self._problem.budget_bytes} bytes is out of reach even with "
                 "optimizer state on the host"
             )
-        self._beside()
-        choice = self._best if self._best.parts else _Choice(2)
+        self._beside(COARSE_PARTS // 2)
+        choice = self._best if self._best.parts else _Choice(COARSE_PARTS)
         for ahead in RESERVES:
             self._consider(choice._replace(ahead=ahead))
         choice = self._best if self._best.parts else choice
         quarter = len(self._buckets) // 4
         for head, tail in (*ENDS, (quarter, 1), (2 * quarter, 1)):
             self._consider(choice._replace(head=head, tail=tail))
-        self._beside()
+        for parts in (COARSE_PARTS // 4, COARSE_PARTS // 8):
+            self._beside(parts)
         found = self._plan(self._best)
         assert found is not None
         whole = self._plan(_Choice()) if self._best.parts else None
         worth_s = (1 + STREAMING_WORTH) * found.iteration_s
         return found if whole is None or worth_s < whole.iteration_s else whole
 
-    def _beside(self) -> None:
+    def _beside(self, parts: int) -> None:
         """A little more state, or less."""
         best = self._best
-        if best.parts:
-            self._consider(best._replace(parts=best.parts - 1), 1 + ALIKE)
-            self._consider(best._replace(parts=best.parts + 1), 1 / (1 + ALIKE))
+        if best.parts > parts:
+            self._consider(best._replace(parts=best.parts - parts), 1 + ALIKE)
+            self._consider(best._replace(parts=best.parts + parts), 1 / (1 + ALIKE))
 
     def _consider(self, choice: _Choice, share: float = 1.0) -> bool:
         """Take this choice if it takes less than this share of the best one's time. `False` if it
-        is none: there is not so much state between the ends, or it does not fit."""
+        is none: it is known, does not fit, or streams less since there is less between its ends."""
         moved = self._moved(choice)
-        if moved is None or (moved, choice.ahead) in self._tried:
+        if (moved, choice.ahead) in self._tried:
             return False
         self._tried.add((moved, choice.ahead))
         problem = self._streaming(moved, choice.ahead)
         if problem.floor_bytes > problem.budget_bytes:
             return False
-        try:
+        with suppress(PlanError):
             _, outcome = roughly(problem, share * self._best_s)
-        except PlanError:
-            return True
-        if outcome.iteration_s < share * self._best_s:
-            self._best, self._best_s = choice, outcome.iteration_s
-        return True
+            if outcome.iteration_s < share * self._best_s:
+                self._best, self._best_s = choice, outcome.iteration_s
+        bytes_ = sum(self._buckets[i].state_bytes for i in moved)
+        return bytes_ * STATE_PARTS >= self._total_bytes * choice.parts - STATE_PARTS
 
     def _plan(self, choice: _Choice) -> StatePlan | None:
         """Thoroughly planned; None if there is no plan."""
-        moved = self._moved(choice) or ()
+        moved = self._moved(choice)
         problem = self._streaming(moved, choice.ahead)
         try:
             schedule = mix(problem)
@@ -265,13 +267,11 @@ class _Search:
             stall_s=outcome.stall_s,
         )
 
-    def _moved(self, choice: _Choice) -> tuple[int, ...] | None:
-        """The buckets that stream; None if there are not so many bytes between the ends."""
+    def _moved(self, choice: _Choice) -> tuple[int, ...]:
+        """The buckets that stream: all between the ends, if there are not enough bytes."""
         bytes_ = self._total_bytes * choice.parts // STATE_PARTS
         holders = [i for i, b in enumerate(self._buckets) if b.state_bytes]
         pool = holders[choice.head : len(holders) - choice.tail] if choice.parts else []
-        if sum(self._buckets[i].state_bytes for i in pool) < bytes_:
-            return None
         return tuple(_spread(pool, self._buckets, bytes_))
 
     def _streaming(self, moved: Iterable[int], ahead: int) -> Problem:

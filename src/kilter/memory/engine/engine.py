@@ -34,7 +34,7 @@ from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds
+from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds, PlanTerms
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.reach import Reach
@@ -132,14 +132,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         """The next plans are made for this budget."""
         self.may_plan = True
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
-        self._kinds = PassKinds(
-            backend,
-            self._store,
-            link=link,
-            planner=planner,
-            min_bytes=min_bytes,
-            alone_s=alone_s,
-        )
+        terms = PlanTerms(link=link, planner=planner, min_bytes=min_bytes, alone_s=alone_s)
+        self._kinds = PassKinds(backend, self._store, terms)
         self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence
         )
@@ -314,8 +308,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def weigh_anew(self, state: Visits | None = None) -> None:
         """Gradients or optimizer state take another amount of device memory from now on, and state
         streams like this: watch and plan anew."""
-        self._kinds.state = state
-        self._begin_anew(self._kinds.weigh_anew)
+        self._begin_anew(partial(self._kinds.weigh_anew, state))
 
     def _begin_anew(self, change: Callable[[], None]) -> None:
         if self._store.within() is None:
@@ -326,8 +319,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
         """The same, where the levels of one kind of pass with everything kept are known: it is
         planned anew without being watched."""
-        self._kinds.state = state
-        self._begin_anew(partial(self._kinds.relevel, record, level_bytes))
+        self._begin_anew(partial(self._kinds.relevel, record, level_bytes, state))
 
     @property
     def recomputes_calls(self) -> bool:

@@ -109,34 +109,29 @@ Kinds = dict[tuple[int, ...], PassKind]
 """A kind is known by its events."""
 
 
-class PassKinds:
-    """All kinds of passes so far, and the host memory that their plans share. It has many
-    attributes because what one kind has shown (times, peaks, refusals) holds for all of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTerms:
+    """What counts for the plans of all kinds."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        store: Store,
-        *,
-        link: Link,
-        planner: str,
-        min_bytes: int,
-        alone_s: float,
-    ) -> None:
-        """`alone_s` counts in plans for each tensor that is recomputed alone or offloaded."""
+    link: Link
+    planner: str
+    min_bytes: int
+    alone_s: float
+    """This counts for each tensor that is recomputed alone or offloaded."""
+
+
+class PassKinds:
+    """All kinds of passes so far, and the host memory that their plans share."""
+
+    def __init__(self, backend: Backend, store: Store, terms: PlanTerms) -> None:
         self._store = store
-        self._link = link
-        self._planner = planner
-        self.state: Visits | None = None
-        """Optimizer state that streams in passes of one kind,"""
-        self._state_events: tuple[int, ...] = ()
-        """which has these events."""
-        self._min_bytes = min_bytes
+        self._terms = terms
+        self._streams: dict[tuple[int, ...], Visits] = {}
+        """Optimizer state streams so in passes with these events: of one kind, or none."""
         self._by_events: Kinds = {}
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
         """It has what trials have found of kinds that are watched anew, since their levels are
         others."""
-        self._alone_s = alone_s
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
         self._retained = False
@@ -182,21 +177,23 @@ class PassKinds:
                 kind.outdated |= kind.plan.problem.budget_bytes != kind.may_use(budget_bytes)
         return before
 
-    def weigh_anew(self) -> None:
-        """Watch all kinds anew for their levels. How tensors are recomputed stays as it was."""
+    def weigh_anew(self, state: Visits | None) -> None:
+        """Watch all kinds anew for their levels. How tensors are recomputed stays as it was; in
+        passes in which optimizer state streams, it does so like this from now on."""
+        self._streams = {} if state is None else dict.fromkeys(self._streams, state)
         tried = {kind.record.events: kind.record for kind in self if kind.tried}
         self.forget()
         self._tried_before = tried
 
-    def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
-        """Passes of this kind have these levels from now on, and are planned anew; all others are
-        forgotten."""
+    def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
+        """Passes of this kind have these levels from now on, optimizer state streams in them, and
+        they are planned anew; all others are forgotten."""
         self._by_events = {
             events: PassKind(record, tried=True, weighed=True, slow=kind.slow)
             for events, kind in self._by_events.items()
             if kind.record is record and kind.tried
         }
-        record.level_bytes, self._state_events = level_bytes, record.events
+        record.level_bytes, self._streams = level_bytes, {record.events: state}
 
     def kept_calls(self) -> tuple[KeptCalls, ...]:
         """What another run may begin with, of kinds that this run has met and of others."""
@@ -207,8 +204,8 @@ class PassKinds:
     def recompute(self, *, calls: bool, each_s: float, kept: Iterable[KeptCalls]) -> None:
         """Those that were tried without calls of modules are tried again with them; or all are
         planned without them. `kept` is what an earlier run has chosen."""
-        otherwise = each_s != self._alone_s
-        self._alone_s = each_s
+        otherwise = each_s != self._terms.alone_s
+        self._terms = replace(self._terms, alone_s=each_s)
         self._kept = {one.events: one for one in kept}
         self._tried_before.clear()
         for events, kind in self._by_events.items():
@@ -402,24 +399,25 @@ class PassKinds:
 
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.slow
-        link = slower(self._link, out=out, back=back)
+        terms = self._terms
+        link = slower(terms.link, out=out, back=back)
         make_problem = partial(
             PassRecord.problem,
             link=link,
-            state=self.state if kind.record.events == self._state_events else None,
+            state=self._streams.get(kind.record.events),
             budget_bytes=kind.may_use(budget_bytes),
-            min_bytes=self._min_bytes,
+            min_bytes=terms.min_bytes,
             host_room_bytes=room_bytes,
-            recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
+            recompute=terms.planner not in SWAP_ONLY or room_bytes == 0,
         )
         kind.segments, kind.kept = (), None
-        if self._planner == "mix" and kind.record.segments:
+        if terms.planner == "mix" and kind.record.segments:
             kind.segments, kind.kept = self._calls(
-                CallChoice(kind.record, make_problem, self._alone_s)
+                CallChoice(kind.record, make_problem, terms.alone_s)
             )
         problem, numbers = make_problem(kind.record, segments=kind.segments)
-        problem = replace(problem, alone_s=self._alone_s, moved_s=self._alone_s)
-        value = plan(problem, self._planner)
+        problem = replace(problem, alone_s=terms.alone_s, moved_s=terms.alone_s)
+        value = plan(problem, terms.planner)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

@@ -169,7 +169,7 @@ def test_bytes_are_really_away_and_come_back() -> None:
         assert len(gone) == 5
         known = governed._store.weights
         with torch._C.DisableTorchFunctionSubclass():
-            assert all(p.data_ptr() == known[id(p)].host.data_ptr() for p in gone)
+            assert all(p.data_ptr() == known[id(p)].copy.host.data_ptr() for p in gone)
         assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in gone)
         loss.backward()
         optimizer.step()
@@ -1067,7 +1067,7 @@ def test_another_stream_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     optimizer = adamw(net)
     with mover() as governed:
-        governed._store.stream = main
+        governed._store.modules.stream = main
         for number in range(5):
             step(net, optimizer, number)
         net(batch())

@@ -10,8 +10,10 @@ import operator
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kilter.memory.engine.backend import owned
+from kilter.memory.engine.saved_hooks import is_ours
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -49,6 +51,40 @@ def shared_with_processes(storage: torch.UntypedStorage) -> bool:
     if reductions is None:
         return False
     return any(ref.cdata == storage._cdata for ref in reductions.shared_cache.values())
+
+
+class WeightHolders:
+    """Counts who holds a weight: another tensor on its storage, something in C++ (a graph that
+    saved it without our hooks, a scripted module), another process."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.counted = hasattr(torch.Tensor, "_use_count")
+        """The framework tells how many hold a tensor."""
+        if not self.counted:
+            return
+        fresh = torch.nn.Parameter(torch.empty(1, device=device))
+        self._alone = holders(fresh)
+        edge = torch.autograd.graph.get_gradient_edge(fresh)
+        self._alone_in_graph = holders(fresh)
+        del edge
+
+    def others(self, parameter: Any, ours: int = 0) -> bool:
+        """Others hold it, beside so many tensors of ours on the same storage."""
+        alone = self._alone_in_graph if parameter.requires_grad else self._alone
+        return holders(parameter).exceed(alone, ours)
+
+    def unreachable(self, parameter: Any) -> bool:
+        """The bytes can be reached through the parameter only."""
+        if not self.counted or self.others(parameter):
+            return False
+        if not owned(parameter.untyped_storage(), on_cuda=parameter.is_cuda):
+            return False
+        top = torch_internals.top_saved_hooks(True)
+        if top is not None and not is_ours(top[1]):
+            return False
+        return not shared_with_processes(parameter.untyped_storage())
 
 
 class StorageReference:

@@ -28,6 +28,8 @@ from kilter.observe import torch_internals
 if TYPE_CHECKING:
     import torch
 
+    from kilter.memory.engine.weight_store import WeightStore
+
 
 class WeightsMoved(RuntimeError):
     """The program did what offloaded weights do not allow, and had not done so while watched."""
@@ -107,27 +109,11 @@ _METADATA = (
 
 class AccessGuards(AbstractContextManager["AccessGuards"]):
     """Replaces functions of the framework that read a parameter without `__torch_function__`.
+    `stop(reason)` makes all weights resident for good."""
 
-    `fetch(parameter)` makes one resident, `fetch_all(reason)` makes all resident for good, and
-    `wrote(parameter)` is called at each access to `.data`.
-    """
-
-    def __init__(
-        self,
-        *,
-        fetch: Callable[[Any], None],
-        fetch_all: Callable[[Reason], None],
-        wrote: Callable[[Any], None],
-        moved: Callable[[], bool],
-        foreign: Callable[[Any], bool],
-    ) -> None:
-        self._fetch = fetch
-        self._fetch_all = fetch_all
-        self._wrote = wrote
-        self._moved = moved
-        """Whether some weight no longer has the address that it began with."""
-        self._foreign = foreign
-        """It says whether modules compute on another stream than this."""
+    def __init__(self, store: WeightStore, stop: Callable[[Reason], None]) -> None:
+        self._store = store
+        self._stop = stop
         self._replaced = Replacements()
         self._end_around: Callable[[], None] = lambda: None
         self._graphs: set[int] = set()
@@ -154,7 +140,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
 
     def _watch_data(self, torch: Any) -> None:
         plain: Any = torch.nn.Parameter.data
-        wrote = self._wrote
+        fetch, wrote = self._store.fetch, self._store.wrote
 
         def read(parameter: Any) -> Any:
             data = plain.__get__(parameter)
@@ -162,7 +148,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
             return data
 
         def write(parameter: Any, value: Any) -> None:
-            self._fetch(parameter)
+            fetch(parameter)
             plain.__set__(parameter, value)
             wrote(parameter)
 
@@ -170,7 +156,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
         new = torch.nn.Parameter.__new__
 
         def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-            self._fetch(data)  # it compares classes
+            fetch(data)  # it compares classes
             return new(cls, data, requires_grad)
 
         self._replaced.put(torch.nn.Parameter, "__new__", staticmethod(made))
@@ -187,7 +173,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
     def _guarded(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def guarded_unpack(packed: Any) -> Any:
             tensor = unpack(packed)
-            self._fetch(tensor)
+            self._store.fetch(tensor)
             return tensor
 
         return guarded_unpack
@@ -195,7 +181,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
     @contextmanager
     def _functions_transformed(self) -> Iterator[None]:
         """`torch.func.grad` and its kin wrap arguments in C++: all weights are fetched before."""
-        self._fetch_all(messages.USES_FUNC)
+        self._stop(messages.USES_FUNC)
         yield
 
     def _guard_graphs(self, torch: Any) -> None:
@@ -204,13 +190,13 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
         begin, replay = kind.capture_begin, kind.replay
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._fetch_all(messages.CAPTURES_GRAPHS)
+            self._stop(messages.CAPTURES_GRAPHS)
             self._graphs.add(id(graph))
             return begin(graph, *args, **kwargs)
 
         def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._fetch_all(messages.REPLAYS_GRAPHS)
-            if self._moved() and id(graph) not in self._graphs:
+            self._stop(messages.REPLAYS_GRAPHS)
+            if self._store.moved and id(graph) not in self._graphs:
                 raise WeightsMoved("a CUDA graph is replayed that was captured before")
             return replay(graph, *args, **kwargs)
 
@@ -225,8 +211,8 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
         enter: Any = getattr(cuda.Stream, "__enter__", None)
 
         def leave_stream(stream: Any) -> None:
-            if self._foreign(stream):
-                self._fetch_all(messages.SEVERAL_STREAMS)
+            if self._store.modules.foreign(stream):
+                self._stop(messages.SEVERAL_STREAMS)
 
         def set_stream(stream: Any) -> None:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(OUR_MODULES):

@@ -16,7 +16,8 @@ from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Foreign, Unlike
 from kilter.memory.engine.segments import ModuleCall, ModuleCalls, tensors_in
 from kilter.memory.engine.store import PREFETCHING, Saved, Store
-from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
+from kilter.memory.engine.trial import TRIAL_PAUSE_S, WATCH_REPEATS
+from kilter.memory.engine.watch import Watch
 
 if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
@@ -114,6 +115,8 @@ class SegmentPass:
 
     def _to_try(self, call: ModuleCall, result: Any, watch: Watch, first: int) -> None:
         """Have the call tried when backward needs the first of the tensors that it saved."""
+        trial = watch.trial
+        assert trial is not None
         returned = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
         members: dict[int, Saved] = {}
         for saved in watch.saved_since(first):
@@ -121,14 +124,14 @@ class SegmentPass:
             if storage is not None and saved.key not in returned and not saved.cast:
                 members[storage] = saved
         total_bytes = sum(saved.size_bytes for saved in members.values())
-        if not members or total_bytes > LARGEST_SHARE * watch.expected_bytes:
+        if not members or total_bytes > LARGEST_SHARE * trial.expected_bytes:
             return
         try:
             call.ended(members, watch.saved_since(0))
         except Foreign as error:
-            watch.refuse(messages.segment_failed(type(call.module).__name__, error))
+            trial.refuse(messages.segment_failed(type(call.module).__name__, error))
             return
-        watch.reads(call.parameters)
+        trial.reads(call.parameters)
         call.expected = watch, None
         for saved in members.values():
             saved.calls = [*(saved.calls or ()), call]
@@ -144,15 +147,17 @@ class SegmentPass:
     def _try(self, call: ModuleCall, watch: Watch) -> None:
         """Carry out what a call did beside the real one: note how long it takes and whether all is
         equal."""
+        trial = watch.trial
+        assert trial is not None
         members = call.alive()
         if len(members) < len(call.members):
             return
         name = type(call.module).__name__
         if any(not self._store.alone(one.tensor) for one in call.held):
-            watch.refuse(messages.segment_failed(name, Foreign("reads what others hold")))
+            trial.refuse(messages.segment_failed(name, Foreign("reads what others hold")))
             return
-        if watch.emptied(call.parameters):
-            watch.refuse(messages.recipe_of_sharded_weights(name))
+        if trial.emptied(call.parameters):
+            trial.refuse(messages.recipe_of_sharded_weights(name))
             return
         backend = self._backend
         backend.peak_bytes()
@@ -170,10 +175,10 @@ class SegmentPass:
                 equal = equal and self._equal(members, made)
             del made
         except (Unlike, Modified, RuntimeError) as error:
-            watch.refuse(messages.segment_failed(name, error))
+            trial.refuse(messages.segment_failed(name, error))
             return
         if not equal:
-            watch.refuse(messages.segment_differs(name))
+            trial.refuse(messages.segment_differs(name))
             return
         peak_bytes = backend.peak_bytes()
         made_bytes = sum(saved.size_bytes for saved in members)

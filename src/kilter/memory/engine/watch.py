@@ -1,4 +1,4 @@
-"""Watching a pass: how long operations take, which tensors are held, what can be recomputed.
+"""Watching a pass: how long operations take, and which tensors are held.
 
 Slow and thorough; a pass under a plan is not watched.
 """
@@ -6,20 +6,17 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
-from kilter.memory import messages
-from kilter.memory.engine.aliases import StorageReference, bytes_of
+from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
-from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.module_path import ModulePaths
-from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.ready import Ready
-from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store
+from kilter.memory.engine.trial import TRIAL_PAUSE_S, RecomputeTrial
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -29,10 +26,6 @@ if TYPE_CHECKING:
 PAUSE_S = 1e-3
 """The device pauses so long at each event of a pass that is watched. Such a pass is issued slowly;
 without the pauses the device would wait elsewhere, and that would count as time of operations."""
-TRIAL_PAUSE_S = 4e-4
-"""It is the same in a trial, and before each recomputing."""
-WATCH_REPEATS = 3
-"""How often a tensor is recomputed in a trial; the shortest time counts."""
 IN_VAIN = 16
 """So many passes are watched in vain before watching becomes rare. A pass is watched in vain if it
 is unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for
@@ -146,11 +139,9 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class Watch:
-    """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one.
-    `after_step` says that the pass began after an optimizer had stepped.
-
-    It has many attributes because an event of the pass adds to most of them.
-    """
+    """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one; passes
+    of its kind save `expected_bytes` then. `after_step` says that the pass began after an optimizer
+    had stepped."""
 
     def __init__(
         self,
@@ -163,25 +154,18 @@ class Watch:
     ) -> None:
         self._backend = backend
         self._store = store
-        self._reader = Reader(store)
         self._recorder = PassRecorder()
         self._paths = ModulePaths()
-        self.trial = trial
         self.after_step = after_step
-        self.expected_bytes = expected_bytes
-        """In a trial, passes of this kind save so much."""
         self._saved: list[weakref.ref[Saved]] = []
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""
+        self.trial = RecomputeTrial(backend, store, expected_bytes, self.refused) if trial else None
         self.peak_bytes = 0
         """At most this was in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
         self._begin: CopyEvent = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
-        self._read: dict[int, torch.UntypedStorage] = {}
-        """It holds, by identity, storages of large parameters that recipes read."""
-        self._emptied: set[int] = set()
-        """These of them are emptied and filled again, as sharding does with weights."""
 
     @property
     def saved(self) -> int:
@@ -192,20 +176,6 @@ class Watch:
         """The tensors from this number on that are alive."""
         found = [reference() for reference in self._saved[number:]]
         return [saved for saved in found if saved is not None]
-
-    def refuse(self, reason: Reason) -> None:
-        """Note why something is not recomputed."""
-        self.refused[reason] = None
-
-    def emptied(self, held: Iterable[HeldSource]) -> bool:
-        """One of these has lost its memory during the pass, as sharded weights do."""
-        return any(one.tensor.untyped_storage()._cdata in self._emptied for one in held)
-
-    def reads(self, held: Iterable[HeldSource]) -> None:
-        """Look from now on whether one of these loses its memory."""
-        for one in held:
-            storage = one.tensor.untyped_storage()
-            self._read[storage._cdata] = storage
 
     def segment(self, segment: SavedSegment) -> None:
         """The call of a module was found to recompute what it saved."""
@@ -232,9 +202,8 @@ class Watch:
                 self._store.counts.evicted_bytes,
             )
         self._poll(event)
-        for key, storage in self._read.items():
-            if storage.nbytes() == 0:
-                self._emptied.add(key)
+        if self.trial is not None:
+            self.trial.look()
 
     def leave(self) -> None:
         """The event ends: the next operation begins."""
@@ -254,23 +223,15 @@ class Watch:
         self._saved.append(saved.itself)
         storage = StorageReference(tensor.untyped_storage())
         self._held_by_others[saved.number] = (weakref.ref(saved), storage)
-        if self.trial:
-            self._store.mark(self._store.view(saved, tensor), tensor)
-            saved.recipe = self._reader.read(tensor)
-            recipe = saved.recipe
-            if recipe is not None:
-                datum.recipe = recipe.kind
-                self.reads(recipe.parameters)
-                datum.sources = tuple(sorted({source.number for source in recipe.sources}))
-                datum.closed = tuple(sorted({source.number for source in recipe.closed}))
-                datum.in_backward = recipe.in_backward
+        if self.trial is not None:
+            self.trial.save(saved, tensor, datum)
 
     def use(self, saved: Saved) -> None:
         datum = self._recorder.data[saved.number]
         if datum.needed_at is None:
             datum.needed_at = self._recorder.event
-        if self.trial and saved.recipe is not None:
-            self._try(saved, datum)
+        if self.trial is not None and saved.recipe is not None:
+            self.trial.use(saved, datum)
 
     def record(self) -> PassRecord:
         """The pass that has ended."""
@@ -294,34 +255,3 @@ class Watch:
                 freed.append(number)
         for number in freed:
             del self._held_by_others[number]
-
-    def _try(self, saved: Saved, datum: SavedTensor) -> None:
-        """Recompute a tensor beside the real one: note how long it takes and whether it is
-        equal."""
-        import torch
-
-        found = saved.recipe
-        saved.recipe = None
-        if datum.recompute_s is not None or not isinstance(found, Recipe):
-            return
-        if self.emptied(found.parameters):
-            self.refuse(messages.recipe_of_sharded_weights(datum.name))
-            return
-        marks, carried_out = [], self._store.carried_out
-        try:
-            made = carried_out(
-                found.make
-            )  # its sources are resident from now on, the kernels loaded
-            for _ in range(WATCH_REPEATS):
-                self._backend.keep_busy(TRIAL_PAUSE_S)
-                begin = self._backend.mark()
-                made = carried_out(found.make)
-                marks.append((begin, self._backend.mark()))
-        except (Unlike, Modified, torch.OutOfMemoryError) as error:
-            self.refuse(messages.recipe_failed(datum.name, error))
-            return
-        assert saved.alias is not None
-        if torch.equal(bytes_of(saved.alias), bytes_of(made)):
-            datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
-        else:
-            self.refuse(messages.recipe_differs(datum.name))

@@ -1076,8 +1076,11 @@ def test_another_stream_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda.set_stream(side)
         assert not away(net)
         assert seen == [main, "synchronized", side]
+        copied_bytes = governed.report().out_bytes
+        step(net, optimizer, 5)
         net(batch())
         assert not away(net)
+        assert governed.report().out_bytes == copied_bytes
 
 
 def test_an_error_of_ours_brings_all_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ class WeightUpdates:
 
     def after_step(self, optimizer: Any) -> None:
         """Copy what the optimizer wrote, also where no version shows it."""
-        self.updated.clear()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 weight = self._store.weights.get(id(parameter))

@@ -222,9 +222,12 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         return tick
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updates.updated.clear()
+        if self._stopped:
+            return
         self._planner.present.steps += 1
         self._updates.after_step(optimizer)
-        if self._planner.is_due() and not self._stopped:
+        if self._planner.is_due():
             self._make_plan()
 
     # Passes

@@ -7,8 +7,9 @@ arrived. It is planned from passes that were watched (`memory/plan/weights.py`) 
 when weights move: a weight that is needed is fetched, planned or not, and one whose bytes anybody
 might reach in another way is not offloaded.
 
-`weight_planner.py` follows the passes and has the plan, `weight_store.py` moves the bytes and says
-which weights have to stay, and `weight_updates.py` copies what was updated. Here are the hooks.
+Here are the hooks. `weight_planner.py` follows the passes and has the plan, `weight_store.py` moves
+the bytes and says which weights have to stay, `weight_updates.py` copies what was updated,
+`module_weights.py` finds the weights, and `saved_weights.py` is for what autograd saves of them.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from memory_libraries import JOBS, SMALL_BATCH, losses_of, model_of
 from kilter.core.units import MIB
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.cuda import Cuda, measure_link
+from kilter.memory.host_time import HOST_EACH_S
 from kilter.memory.plan.problem import Link
-from kilter.memory.recompute_choice import HOST_EACH_S
 
 UNLIMITED_BYTES = 2**50
 ARMS = "plain,plain+hooks,checkpointing,checkpointing+hooks,calls"

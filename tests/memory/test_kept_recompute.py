@@ -21,12 +21,13 @@ from kilter.core.history import VERSION, History
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
 from kilter.core.ranks import Ranks
-from kilter.memory import recompute_choice
+from kilter.memory import iteration_times
 from kilter.memory.engine import call_choice
+from kilter.memory.host_time import HostTime
 from kilter.memory.kept_recompute import KeptRecompute, RecomputeHistory, RecomputeWay
 from kilter.memory.plan import problem
 from kilter.memory.plan.segments import SegmentChoice, levels
-from kilter.memory.recompute_choice import RecomputeChoice
+from kilter.memory.way_comparison import WayComparison
 from kilter.testing.stand_in import small_tensors
 
 COMMAND = ("train.py", "--layers", "3")
@@ -174,14 +175,14 @@ def test_the_second_run_of_a_job_compares_nothing(
 ) -> None:
     slow = dict.fromkeys(("to_host_bytes_per_s", "to_device_bytes_per_s"), 10000000.0)
     monkeypatch.setattr(problem, "H200_PCIE5", replace(problem.H200_PCIE5, **slow))
-    monkeypatch.setattr(recompute_choice, "MEASURED", 3)
+    monkeypatch.setattr(iteration_times, "MEASURED", 3)
     compared: list[str] = []
-    compare = RecomputeChoice._compared
+    compare = WayComparison._compared
 
-    def noted(choice: RecomputeChoice) -> dict[RecomputeWay, float]:
+    def noted(comparison: WayComparison) -> dict[RecomputeWay, float]:
         compared.append(out.name)
         # Whatever this machine is busy with.
-        return {way: 2.0 - (way is RecomputeWay.CALLS) for way in compare(choice)}
+        return {way: 2.0 - (way is RecomputeWay.CALLS) for way in compare(comparison)}
 
     searched: list[str] = []
 
@@ -189,8 +190,8 @@ def test_the_second_run_of_a_job_compares_nothing(
         searched.append(out.name)
         return levels(choices)[0]
 
-    monkeypatch.setattr(RecomputeChoice, "_compared", noted)
-    monkeypatch.setattr(RecomputeChoice, "_note_host", lambda *_: None)
+    monkeypatch.setattr(WayComparison, "_compared", noted)
+    monkeypatch.setattr(HostTime, "_measure", lambda *_: None)
     monkeypatch.setattr(call_choice, "best_set", largest)
     monkeypatch.setattr(call_choice, "levels", lambda _: [])
     monkeypatch.setattr(call_choice, "AS_GOOD", 1e3)

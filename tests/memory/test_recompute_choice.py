@@ -25,20 +25,15 @@ import kilter
 from kilter.core.messages import LocalMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
-from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.host_time import HOST_EACH_S
+from kilter.memory.iteration_times import MEASURED, PATIENCE, IterationTimes
 from kilter.memory.kept_calls import KeptCall, KeptCalls
 from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
 from kilter.memory.plan.problem import Link
 from kilter.memory.rank_agreement import RankAgreement
-from kilter.memory.recompute_choice import (
-    HOST_EACH_S,
-    MEASURED,
-    MOST_TENSORS,
-    PATIENCE,
-    RecomputeChoice,
-)
+from kilter.memory.recompute_choice import MOST_TENSORS, RecomputeChoice
 from kilter.testing.stand_in import small_tensors
 
 
@@ -114,10 +109,9 @@ def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
     ("calls_s", "asked", "words"),
     [
         (0.092, [True], "calls of modules are recomputed where they pay: 92 ms an iteration"),
-        (0.130, [True, False], "single operations are recomputed: 130 ms an iteration"),
         (0.150, [True, False], "single operations are recomputed: 150 ms an iteration"),
     ],
-    ids=["faster", "hardly faster", "slower"],
+    ids=["faster", "slower"],
 )
 def test_the_faster_way_stays(calls_s: float, asked: list[bool], words: str) -> None:
     engine = Engine()
@@ -525,14 +519,10 @@ def test_timm_in_pytorchs_older_way_of_checkpointing_is_left_alone(
     ("turns_s", "own_stays"),
     [
         ((0.131, 0.08, 0.131), True),
-        ((0.131, 0.14, 0.131), False),
-        ((0.131, 0.13, 0.131), False),
-        # Other programs make the machine slower for a while.
-        ((0.27, 0.34, 0.37, 0.32, 0.27, 0.23, 0.27), True),
-        ((0.27, 0.24, 0.37, 0.32, 0.36), True),
+        ((0.27, 0.24, 0.37, 0.32, 0.36), True),  # other programs make the machine slower
         ((0.27, 0.29, 0.30, 0.29, 0.28, 0.28, 0.27), False),
     ],
-    ids=["own", "operations", "hardly faster", "slower meanwhile", "slower later", "never clear"],
+    ids=["own", "own after two turns", "never clear"],
 )
 @pytest.mark.parametrize("calls_s", [0.05, 0.5], ids=["calls", "no calls"])
 def test_ways_take_turns_until_one_is_faster(
@@ -567,7 +557,7 @@ def test_ways_take_turns_until_one_is_faster(
     stays = "the model's own" if own_stays else "single operations are"
     assert choice.words.startswith("calls of modules are" if calls else stays)
     assert "ms with calls of modules" in choice.words
-    assert choice.plain_peak_bytes == 77
+    assert choice.plain.peak_bytes == 77
     choice.close()
     assert model.layers[0].gradient_checkpointing is False
 

@@ -61,19 +61,19 @@ def left():
 
 chosen, seen, digest = [], [], hashlib.sha256()
 if plain is None:
-    from kilter.memory import rank_agreement, recompute_choice
+    from kilter.memory import iteration_times, rank_agreement, recompute_choice, way_comparison
     stay = recompute_choice.RecomputeChoice._stay
-    compared = recompute_choice.RecomputeChoice._compared
+    compared = way_comparison.WayComparison._compared
     def noted(choice, why):
         stay(choice, why)
         chosen.append(choice.words)
-    def faster(choice):
+    def faster(comparison):
         \"\"\"Where it is this machine's turn to be slow says nothing here.\"\"\"
         operations = recompute_choice.RecomputeWay.OPERATIONS
-        return {way: (way is operations) + 1.0 for way in compared(choice)}
+        return {way: (way is operations) + 1.0 for way in compared(comparison)}
     recompute_choice.RecomputeChoice._stay = noted
-    recompute_choice.RecomputeChoice._compared = faster
-    recompute_choice.MEASURED, recompute_choice.TURNS = 3, 1
+    way_comparison.WayComparison._compared = faster
+    iteration_times.MEASURED, way_comparison.TURNS = 3, 1
     rank_agreement.LEAD_S = 0.2
 layer = Layer
 for kind in (Layer, Block, Model):
@@ -256,7 +256,8 @@ if plain is None:
         return levels(choices)[0]
     call_choice.best_set, call_choice.levels = largest, lambda _: []
     call_choice.AS_GOOD = 1e3
-    recompute_choice.RecomputeChoice._note_host = lambda *_: None
+    from kilter.memory.host_time import HostTime
+    HostTime._measure = lambda *_: None
 """
 NO_PLAN = """LEAD_S = 0.2
     turn = recompute_choice.RecomputeChoice._turn

@@ -6,8 +6,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kilter.controller import Run
 from kilter.core.errors import KilterError, PlanError
 from kilter.core.events import Moved
@@ -19,12 +17,13 @@ from kilter.memory import messages
 from kilter.memory.at_peak import at_peak
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
 from kilter.memory.compiled import CompiledRegions
+from kilter.memory.host_time import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.kept_recompute import RecomputeHistory, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan_log import PlanLog
 from kilter.memory.rank_agreement import RankAgreement
-from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice
+from kilter.memory.recompute_choice import RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
@@ -95,13 +94,12 @@ class GovernedJob:
             # A stand-in measures the host's time with the device's: they are the same there.
             alone_s=HOST_EACH_S if on_gpu and self._calls else 0.0,
         )
-        self._history = history
         self._choice: RecomputeChoice | None = None
-        self._ranks = RankAgreement(run.messages, run.ranks, times)
         if recompute == "auto":
             own = OwnCheckpointing(run.fence)
+            ranks = RankAgreement(run.messages, run.ranks, times)
             self._choice = RecomputeChoice(
-                self._swapper, times, own, self._can_record, self._ranks, history
+                self._swapper, times, own, self._can_record, ranks, history
             )
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
@@ -201,16 +199,14 @@ class GovernedJob:
             self._decide_after_iteration()
         self._tell(*self._bounds())
         if self._choice is not None:
-            self._keep(self._choice)  # plans may have been made since it was decided
-            self._history.tick()
+            self._choice.conclude()
 
     # While the program runs
 
     def tick(self) -> None:
-        """In the session's thread: hear of the other ranks, and of an earlier run."""
-        self._ranks.tick()
+        """In the session's thread."""
         if self._choice is not None:
-            self._history.tick()
+            self._choice.tick()
 
     @property
     def was_planned(self) -> bool:
@@ -298,15 +294,9 @@ class GovernedJob:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")
-                self._keep(choice)
-                if choice.way is RecomputeWay.OWN and self._policy is not None:
+                choice.keep()
+                if choice.in_force.way is RecomputeWay.OWN and self._policy is not None:
                     self._policy.activations_are_smaller()
-
-    def _keep(self, choice: RecomputeChoice) -> None:
-        """For the next run of this job."""
-        if choice.decided and choice.kept is not None:
-            calls = self._swapper.kept_calls() if choice.way is RecomputeWay.CALLS else ()
-            self._history.keep(msgspec.structs.replace(choice.kept, calls=calls))
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)
@@ -364,7 +354,8 @@ class GovernedJob:
                 compiled=self._compiled.words,
                 recompute_choice="" if self._choice is None else self._choice.words,
                 at_peak=self._held_at_peak(),
-                own_checkpointing=self._choice is not None and self._choice.way is RecomputeWay.OWN,
+                own_checkpointing=self._choice is not None
+                and self._choice.in_force.way is RecomputeWay.OWN,
                 bound_s=bound_s,
                 **counts,
             )
@@ -385,7 +376,7 @@ class GovernedJob:
 
     def _plain_peak_bytes(self) -> int:
         """With everything kept, of all kinds of passes; 0: not known."""
-        before_choice = 0 if self._choice is None else self._choice.plain_peak_bytes
+        before_choice = 0 if self._choice is None else self._choice.plain.peak_bytes
         return max(self._budget.plain_peak_bytes(), self._compiled.plain_peak_bytes, before_choice)
 
     def _plan_only(self) -> None:

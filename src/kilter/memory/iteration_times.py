@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 
 from kilter.observe.end_times import Iteration
 
+MEASURED = 10
+"""Of so many iterations under plans of one sort the median counts."""
+PATIENCE = 64
+"""They have to be planned and measured within so many iterations."""
+
 
 class IterationTimes:
     """Durations by what the iteration was. Iterations are noted in the program's thread as they
@@ -23,6 +28,7 @@ class IterationTimes:
         """Iterations with everything kept, and without the engine, took these."""
         self.planned_s: deque[float] = deque(maxlen=512)
         """Iterations that were under a plan from their begin to their end took these."""
+        self._left = PATIENCE
 
     def was_plain(self) -> None:
         """The iteration that ends here ran without the engine."""
@@ -38,6 +44,16 @@ class IterationTimes:
         """Iterations from here on run under plans of another sort: they are timed on their own."""
         self.planned_s = deque(maxlen=self.planned_s.maxlen)
         self._was_planned = False
+        self._left = PATIENCE
+
+    def measured_s(self) -> float | None:
+        """An iteration under these plans takes this in the median; None: not known yet."""
+        return median_s(self.planned_s) if len(self.planned_s) >= MEASURED else None
+
+    def in_vain(self) -> bool:
+        """After each iteration in which that is waited for: it was waited for long enough."""
+        self._left -= 1
+        return self._left <= 0
 
     def add(self, finished: Sequence[Iteration], disturbed: Callable[[Iteration], bool]) -> None:
         """Durations have become known; those of disturbed iterations do not count."""

@@ -98,6 +98,7 @@ class RankAgreement:
         self._noes = 0
         self._iteration_s = 1.0
         self._round: _Round | None = None
+        """It is None before something is said, and once all ranks were heard."""
         self.lost = ""
         """Why nothing can be agreed on any more; empty: it can."""
 
@@ -105,6 +106,11 @@ class RankAgreement:
     def alone(self) -> bool:
         """There is no other rank."""
         return self._ranks.world_size == 1
+
+    @property
+    def said(self) -> bool:
+        """The turn of this rank is over, and not all were heard yet."""
+        return self._round is not None
 
     def say(self, note: TurnNote) -> None:
         """The turn of this rank is over."""
@@ -116,6 +122,7 @@ class RankAgreement:
         if now is None or self.lost:
             return None
         if self.alone:
+            self._round = None
             return now.own
         if now.answer is None or self._times.index < now.answer[0]:
             return None
@@ -124,6 +131,7 @@ class RankAgreement:
         self._number += 1
         if now.settled == YES:
             self._noes = 0
+            self._round = None
             return now.answer[1]
         self._noes += 1
         if self._noes == ROUNDS:

@@ -232,12 +232,12 @@ def worker(words: Sequence[str]) -> None:
     faulthandler.enable()
     how, place, *seeds = words
     if how == "governed":
-        from kilter.memory import recompute_choice
+        from kilter.memory import iteration_times
         from kilter.testing.stand_in import prepare
 
         budget = budget_of(int(seeds[0]))
         prepare(bytes_per_s=budget.bytes_per_s, min_bytes=MIN_BYTES, as_card=budget.as_card)
-        vars(recompute_choice)["MEASURED"] = CHOICE_MEASURED
+        vars(iteration_times)["MEASURED"] = CHOICE_MEASURED
     _import_and_freeze()
     results = Path(place, "results")
     for seed in map(int, seeds):

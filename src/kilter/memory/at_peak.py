@@ -1,14 +1,18 @@
-"""What a pass holds at its peak, by module, for whoever has run out of memory."""
+"""The peak of a job as it was measured, and what its largest pass holds there, by module, for
+whoever has run out of memory."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_bytes, show_count
 
 if TYPE_CHECKING:
+    import torch
+
+    from kilter.memory.engine.engine import Swapper
     from kilter.memory.engine.pass_record import PassRecord
 
 MOST_MODULES = 3
@@ -39,3 +43,46 @@ def at_peak(record: PassRecord) -> str:
     if left_bytes:
         named.append(f"{show_bytes(left_bytes)} in others")
     return f"{show_bytes(sizes.total())} of saved tensors: {', '.join(named)}"
+
+
+class JobPeak:
+    """Of passes of all kinds."""
+
+    def __init__(self, swapper: Swapper, device: torch.device, cuda: Any) -> None:
+        """`cuda` is `torch.cuda` where the device is a GPU, else None."""
+        self._swapper = swapper
+        self._device = device
+        self._cuda = cuda
+        self._end_bytes: int | None = None
+        """As it was measured when the script ended."""
+        self._largest_bytes = 0
+        """The largest pass so far had this peak with everything kept."""
+        self._words = ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """It is the allocator's; else what autograd keeps on the CPU."""
+        return self._cuda is not None
+
+    def script_ended(self) -> None:
+        """What is measured from here on is not the program's."""
+        self._end_bytes = self.measured_bytes()
+
+    def measured_bytes(self) -> int | None:
+        """As passes run now. Since the newest of them was measured, the only the allocator shows
+        it."""
+        if self._end_bytes:
+            return self._end_bytes
+        peak_bytes = self._swapper.report().highest_bytes
+        if self._cuda is not None and (self._swapper.planned or not peak_bytes):
+            allocated_bytes = int(self._cuda.max_memory_allocated(self._device))
+            peak_bytes = max(peak_bytes, allocated_bytes)
+        return peak_bytes or None
+
+    def words(self) -> str:
+        """What was held, by the largest pass that was ever seen: checkpointing makes it a smaller
+        one."""
+        record = self._swapper.largest_pass()
+        if record is not None and record.peak_bytes > self._largest_bytes:
+            self._largest_bytes, self._words = record.peak_bytes, at_peak(record)
+        return self._words

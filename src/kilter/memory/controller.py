@@ -125,7 +125,8 @@ class MemoryController:
         job.begin()
         self._job = job
         if again is not None and not self._run.dry_run:  # a stand-in counts activations alone
-            job.move_state_and_weights(again, self._gradients, self._weights)
+            used_bytes = backend.used_bytes() or 0
+            job.move_state_and_weights(again, used_bytes, self._gradients, self._weights)
 
     def iteration_ended(self, index: int) -> None:
         """An iteration of the program ends here, in its thread."""

@@ -37,12 +37,12 @@ def slow_link(bytes_per_s: float) -> None:
 
 def small_tensors(min_bytes: int) -> Callable[[], None]:
     """Let tensors of `min_bytes` count where the default is a MiB. Returns what undoes it."""
-    from kilter.memory import budget, controller, first_tensor, governed_job, schedule
+    from kilter.memory import budget, controller, first_tensor, job_record, schedule
     from kilter.memory import state_and_weights as floor
     from kilter.memory.engine import engine, state, weights
 
     undo = ExitStack()
-    for module in (budget, controller, first_tensor, governed_job, schedule):
+    for module in (budget, controller, first_tensor, job_record, schedule):
         undo.callback(vars(module).__setitem__, "MIB", vars(module)["MIB"])
         vars(module)["MIB"] = min_bytes
     for kind in (floor.StateAndWeightPolicy, engine.Swapper, state.StateMover, weights.WeightMover):

@@ -124,7 +124,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run
-        self._store = Store(backend, over=self._pass_is_over, guard=guard)
+        self._store = Store(backend, guard=guard)
         self._reach = Reach(self._store, guard)
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
@@ -529,7 +529,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reader.begin()
         self._demand.begin()
         self._deviated = False
-        within = self._store.begin()
+        within = self._store.begin(self._pass_is_over)
         candidate = self._candidate(first)
         alike = self._kinds.alike(first)
         plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])

@@ -245,17 +245,10 @@ def called(function: Callable[..., Any], *args: Any) -> bool:
 class Store:
     """All saved storages that the engine follows, resident and evicted."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        over: Callable[[], None] = lambda: None,
-        guard: Callable[..., bool] = called,
-    ) -> None:
-        """`over` is called when nothing that was saved in a pass is left. `guard` calls a function
-        where an error could not go anywhere, and says whether the function came to its end."""
+    def __init__(self, backend: Backend, *, guard: Callable[..., bool] = called) -> None:
+        """`guard` calls a function where an error could not go anywhere, and says whether the
+        function came to its end."""
         self._backend = backend
-        self._over = over
         self._guard = guard
         self._stranded: list[torch.Tensor | None] = []
         """A copy may still use this memory, after an error in waiting for that copy."""
@@ -283,10 +276,11 @@ class Store:
         self.pool = HostPool(backend)
         """It gives host memory for tensors that are offloaded without a plan."""
 
-    def begin(self) -> Pass:
-        """Begin a pass. Everything that is saved in the pass holds the `Pass`."""
+    def begin(self, over: Callable[[], None] = lambda: None) -> Pass:
+        """Begin a pass. Everything that is saved in the pass holds the `Pass`; `over` is called
+        when nothing of that is left."""
         within = Pass()
-        self.within = weakref.ref(within, lambda _: self._guard(self._over))
+        self.within = weakref.ref(within, lambda _: self._guard(over))
         dependents = {
             leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()
         }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kilter.memory.plan.feedback import slower
-
 if TYPE_CHECKING:
     import torch
 
@@ -63,6 +61,7 @@ class WeightRoom:
         """Have so much more on the host from the next pass on, beside state that takes the share
         `taken` of the way to the device. `False` if no more can be had."""
         from kilter.memory.engine.weights import WeightMover
+        from kilter.memory.plan.feedback import slower
 
         self.kept = not self._offload
         if self.kept:

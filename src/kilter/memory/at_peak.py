@@ -69,8 +69,8 @@ class JobPeak:
         self._end_bytes = self.measured_bytes()
 
     def measured_bytes(self) -> int | None:
-        """As passes run now. Since the newest of them was measured, the only the allocator shows
-        it."""
+        """As passes run now; where no pass was measured since the newest plan, only the allocator
+        shows it."""
         if self._end_bytes:
             return self._end_bytes
         peak_bytes = self._swapper.report().highest_bytes

@@ -14,11 +14,12 @@ VOCABULARY = 50304
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm; heads of 64 channels."""
+    """Attention and MLP, each behind a layer norm; heads of 64 channels. `dropout` is that of
+    attention and of what both add."""
 
-    def __init__(self, width: int, *, causal: bool = True) -> None:
+    def __init__(self, width: int, *, causal: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.causal = max(1, width // 64), causal
+        self.heads, self.causal, self.dropout = max(1, width // 64), causal, dropout
         self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -26,18 +27,29 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(self.one(x)).chunk(3, dim=-1)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.two(x))))
+        y = F.scaled_dot_product_attention(q, k, v, None, self.dropout, self.causal)
+        x = x + self._dropped(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self._dropped(self.down(F.gelu(self.up(self.two(x)))))
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
 
 
 class Gpt(nn.Module):
     """Tokens to logits; with `checkpointing` every block is recomputed in backward."""
 
-    def __init__(self, layers: int, width: int, length: int, words: int = VOCABULARY) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        length: int,
+        words: int = VOCABULARY,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, dropout=dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.checkpointing = False
 

@@ -1,6 +1,7 @@
 """Iteration time and peak memory under a memory budget: plain, block checkpointing, and kilter.
 
-    python benchmarks/memory_h200.py --out FILE [--workloads gpt,long,resnet] [--shares 75,60,50]
+    python benchmarks/memory_h200.py --out FILE [--workloads gpt,dropout,long,resnet]
+        [--shares 75,60,50]
 
 All rows of a workload come from one process, between two plain ones; times are medians of CUDA
 events around whole iterations, peaks are allocated memory, both measured once the plan has settled.
@@ -86,10 +87,18 @@ class Job:
         return loss.detach()
 
 
-def gpt(layers: int, width: int, batch: int, length: int, device: object = "cuda") -> Job:
+def gpt(
+    layers: int,
+    width: int,
+    batch: int,
+    length: int,
+    device: object = "cuda",
+    *,
+    dropout: float = 0.0,
+) -> Job:
     torch.manual_seed(0)
     with torch.device(device):
-        model = Gpt(layers, width, length)
+        model = Gpt(layers, width, length, dropout=dropout)
         tokens = torch.randint(0, VOCABULARY, (batch, length + 1))
     return Job(
         model,
@@ -110,11 +119,13 @@ def resnet(batch: int) -> Job:
 
 WORKLOADS: dict[str, Callable[[], Job]] = {
     "gpt": lambda: gpt(48, 1600, 8, 1024),
+    "dropout": lambda: gpt(48, 1600, 8, 1024, dropout=0.1),
     "long": lambda: gpt(36, 1280, 2, 8192),
     "resnet": lambda: resnet(256),
 }
 SMALL: dict[str, tuple[Callable[[], Job], float]] = {
     "gpt": (lambda: gpt(24, 1600, 2, 1024), 0.85),
+    "dropout": (lambda: gpt(24, 1600, 2, 1024, dropout=0.1), 0.85),
     "long": (lambda: gpt(12, 1280, 2, 2048), 0.8),
     "resnet": (lambda: resnet(32), 0.7),
 }

@@ -19,9 +19,11 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from kilter.memory.engine import CpuStandIn, Swapper  # noqa: E402
+from kilter.memory.engine import CpuStandIn, Swapper, recording  # noqa: E402
+from kilter.memory.engine.operation_graph import HeldSource  # noqa: E402
 from kilter.memory.engine.position import NO_STEPS, StepKind  # noqa: E402
 from kilter.memory.engine.ready import Due, ReadyStep, packed_steps  # noqa: E402
+from kilter.memory.engine.recompute import Recipe  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
@@ -147,7 +149,7 @@ def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     found = [
         Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
     ]
-    assert found[0].hooks.use_library({}) is not None
+    assert found[0].hooks.use_library({}, len) is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()
 
@@ -204,13 +206,13 @@ def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
         )
 
     with_library, in_python = hooks(both[0]), hooks(both[1])
-    assert with_library.use_library({}) is not None
+    assert with_library.use_library({}, len) is not None
     tensor = KINDS[kind]()
     same(lambda hooks: hooks._pack(tensor), (with_library, in_python), tensor)
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
-    position = both[0].hooks.use_library({})
+    position = both[0].hooks.use_library({}, len)
     decided = {kind: position.save(make()) is not None for kind, make in KINDS.items()}
     assert all(decided[kind] for kind in ("a result", "a small view", "a parameter"))
     assert not any(decided[kind] for kind in ("sparse", "nested", "a conjugate", "functional"))
@@ -251,7 +253,7 @@ def test_the_same_is_held_and_handed_out(both: tuple[Any, Any], kind: str) -> No
 
 def test_what_is_held_counts_the_program_s_writes(both: tuple[Any, Any]) -> None:
     tensor = graph(4, 4)
-    kept, _, _ = both[0].hooks.use_library({}).save(tensor)
+    kept, _, _ = both[0].hooks.use_library({}, len).save(tensor)
     tensor.add_(1)
     assert kept._version == tensor._version == 1
     assert kept.data_ptr() == tensor.data_ptr()
@@ -277,7 +279,7 @@ def test_modes_of_the_program_are_seen(
     library, tensor = both[0]._store.compiled, graph(32, 32)
     with mode():
         assert library.under_a_mode() is under
-        assert (both[0].hooks.use_library({}).save(tensor) is None) is under
+        assert (both[0].hooks.use_library({}, len).save(tensor) is None) is under
     assert not library.under_a_mode()
 
 
@@ -308,6 +310,8 @@ class Walk:
         call: Any = None,
         read: bool = False,
         version: int = 0,
+        evict: tuple[int, ...] = (),
+        recipe_of: Callable[[Tensor], Any] = lambda _: None,
     ) -> None:
         self.fence = SimpleNamespace(down=False)
         self.overdue: dict[int, None] = {}
@@ -321,19 +325,23 @@ class Walk:
             MIN_BYTES,
             engine._store,
             self.followed,
+            recipe_of,
+            engine._store.lone_users,
         )
+        offload = (1,) if kind is StepKind.MOVES else ()
         step = ReadyStep(
             size_bytes,
             number=0,
-            due=Due((), (), ()) if kind is StepKind.MOVES else None,
-            followed=kind in (StepKind.FOLLOWED, StepKind.TAKEN),
-            recomputed=kind is StepKind.FOLLOWED,
+            due=Due(offload, evict, ()) if offload or evict else None,
+            followed=kind in (StepKind.RECOMPUTED, StepKind.TAKEN),
+            recomputed=kind is StepKind.RECOMPUTED,
             called=call is not None,
             read=read,
             version=version,
         )
-        assert step.kind is kind
-        steps = packed_steps([step, step._replace(expected=CODE)])
+        assert step.kind(set(evict)) is kind
+        others = [ReadyStep(SIZE, number, recomputed=True) for number in evict]
+        steps = packed_steps([step, step._replace(expected=CODE, due=None), *others])
         calls = None if call is None else SimpleNamespace(present=call)
         self.at.follow(steps, weakref.ref(self.within), calls)
 
@@ -390,8 +398,8 @@ def test_no_event_is_quiet_if(both: tuple[Any, Any], exception: str) -> None:
 def test_other_events_than_the_plan_s_are_not_quiet(both: tuple[Any, Any]) -> None:
     walk, tensor = Walk(both[0]), graph(32, 32)
     assert len(walk.at.save(graph(64, 64))) == 2
-    assert len(Walk(both[0], StepKind.MOVES).at.save(tensor)) == 2
-    assert len(Walk(both[0], StepKind.FOLLOWED).at.save(tensor)) == 2
+    moves = Walk(both[0], StepKind.MOVES)
+    assert len(moves.at.save(tensor)) == 2
     walk = Walk(both[0])
     packed = walk.at.save(tensor)
     foreign = (*packed[:4], Pass())
@@ -404,7 +412,7 @@ def test_other_events_than_the_plan_s_are_not_quiet(both: tuple[Any, Any]) -> No
 
 def followed(both: tuple[Any, Any], tensor: Tensor) -> tuple[Walk, Any]:
     """A pass whose tensor the engine follows, at its use; and what autograd was given."""
-    store, walk = both[0]._store, Walk(both[0], StepKind.FOLLOWED)
+    store, walk = both[0]._store, Walk(both[0], StepKind.RECOMPUTED)
     taken = both[0].hooks.takes(tensor)
     view = store.view(store.save(tensor, *taken, walk.within, 0), tensor)
     walk.at.event = 1
@@ -574,13 +582,150 @@ def test_a_tensor_is_left_to_python_that(both: tuple[Any, Any], case: str) -> No
     del before
 
 
+# Tensors that leave for their recipes
+
+RECIPE: Any = type("Made", (), {})()
+
+
+def test_the_recipe_of_what_is_recomputed_is_read(both: tuple[Any, Any]) -> None:
+    asked: list[Tensor] = []
+    tensor = graph(32, 32)
+
+    def read(one: Tensor) -> Any:
+        asked.append(one)
+        return RECIPE
+
+    walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=read)
+    assert walk.at.save(tensor).saved.recipe is RECIPE
+    assert asked[0] is tensor
+    walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=read, version=1)
+    assert walk.at.save(tensor).saved.recipe is None
+    assert len(asked) == 1
+    walk = Walk(both[0], StepKind.RECOMPUTED)
+    assert walk.at.save(tensor).saved.recipe is None
+
+
+def test_an_error_in_reading_a_recipe_is_left_to_the_fence(both: tuple[Any, Any]) -> None:
+    def fail(error: type[BaseException]) -> Callable[[Tensor], Any]:
+        def read(_: Tensor) -> Any:
+            raise error
+
+        return read
+
+    tensor, store = graph(32, 32), both[0]._store
+    walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=fail(ValueError))
+    assert walk.at.save(tensor) == both[0].hooks.takes(tensor)
+    assert (store.counts.alive, walk.at.event, walk.followed) == (0, 0, {})
+    walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=fail(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        walk.at.save(tensor)
+
+
+class Leaving:
+    """A tensor whose recipe reads another one, both saved, at the event at which it leaves."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.store = engine, engine._store
+        self.walk = walk = Walk(engine, evict=(7,)) if self.store.compiled else None
+        self.within = self.store.begin() if walk is None else walk.within
+        self.source, self.saved = self._save(6), self._save(7)
+        self.recipe = recipe = Recipe.__new__(Recipe)
+        recipe.sources = recipe.closed = (self.source,)
+        recipe.parameters, recipe.in_backward, recipe.told = (), False, False
+        self.saved.recipe = recipe
+        if walk is not None:
+            walk.followed[7] = self.saved.itself
+        self.held: list[Any] = []
+
+    def _save(self, number: int) -> Saved:
+        tensor = graph(32, 32)
+        saved: Saved = self.store.save(
+            tensor, *self.engine.hooks.takes(tensor), self.within, number
+        )
+        return saved
+
+    def carried_out(self) -> tuple[Any, ...]:
+        """What is left of it, by whoever sees to it."""
+        counts = self.store.counts
+        if self.walk is not None:
+            packed = self.walk.at.save(graph(32, 32))
+            self.seen_to = len(packed) == 5
+            assert self.walk.at.event == int(self.seen_to)
+        if self.walk is None or not self.seen_to:
+            self.store.evict(self.saved)
+        told = [[one() for one in found] for found in self.store._dependents.values()]
+        return (
+            self.saved.state,
+            self.saved.alias is None,
+            self.saved.key in self.store._resident,
+            self.recipe.told,
+            told == [[self.saved]],
+            [getattr(counts, name) for name in (*COUNTS, "evicted", "evicted_bytes")],
+        )
+
+
+LEAVING: dict[str, tuple[Callable[[Leaving], object], bool, bool]] = {
+    "it is as planned": (lambda one: None, True, True),
+    "whoever changes its source knows": (lambda one: setattr(one.recipe, "told", True), True, True),
+    "backward has it": (lambda one: setattr(one.saved, "handed_out", True), True, False),
+    "its source left": (lambda one: one.store._leave([(one.source, one.source.alias)]), True, True),
+    "the program holds it": (lambda one: one.held.append(one.saved.alias[1:]), False, False),
+    "it was written to": (lambda one: one.saved.alias.add_(1), False, False),
+    "it may have been written to": (lambda one: setattr(one.saved, "touched", True), False, False),
+    "its source was written to": (lambda one: one.source.alias.add_(1), False, False),
+    "the program holds its source": (
+        lambda one: one.held.append(one.source.alias[1:]),
+        False,
+        False,
+    ),
+    "it may leave in backward alone": (
+        lambda one: setattr(one.recipe, "in_backward", True),
+        False,
+        False,
+    ),
+    "it reads a parameter": (
+        lambda one: setattr(one.recipe, "parameters", (HeldSource(parameter(), 0),)),
+        False,
+        True,
+    ),
+    "no recipe was read": (lambda one: setattr(one.saved, "recipe", None), False, False),
+    "it was copied": (lambda one: one.engine._store.offload_unplanned(one.saved), True, True),
+}
+"""What is done before, whether the library sees to it, and whether it leaves."""
+
+
+@pytest.mark.parametrize("case", list(LEAVING))
+def test_a_tensor_leaves_for_its_recipe_as_python_has_it(both: tuple[Any, Any], case: str) -> None:
+    before, seen_to, leaves = LEAVING[case]
+    answers = []
+    for engine in both:
+        leaving = Leaving(engine)
+        before(leaving)
+        answers.append(leaving.carried_out())
+        if leaving.walk is not None:
+            assert leaving.seen_to is seen_to
+        leaving.held.clear()
+    assert answers[0] == answers[1]
+    assert (answers[0][0] == EVICTED) is leaves
+
+
+def test_while_operations_are_recorded_python_sees_to_it(both: tuple[Any, Any]) -> None:
+    leaving = Leaving(both[0])
+    recording.begin(lambda function, *args: function(*args) is None, both[0]._store.compiled)
+    try:
+        assert len(leaving.walk.at.save(graph(32, 32))) == 2
+    finally:
+        recording.stop()
+    assert leaving.saved.state != EVICTED
+
+
 def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
     class Fence:
         down = False
 
     fence = Fence()
     cpu, store = torch.device("cpu"), both[0]._store
-    position = store.compiled.Position((), fence, cpu, MIN_BYTES, store, {})
+    position = store.compiled.Position((), fence, cpu, MIN_BYTES, store, {}, len, 1)
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position

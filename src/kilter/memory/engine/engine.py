@@ -557,7 +557,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._collector.hold()
         if self._plan is not None and type(self._at) is Position:
             waiting = self._overdue, self._demand.chosen
-            self._at = self.hooks.use_library(self._moves.by_number, *waiting) or self._at
+            found = self.hooks.use_library(self._moves.by_number, self._reader.read, *waiting)
+            self._at = found or self._at
         self._follow(self._plan)
         if self._segments is not None:
             self._segments.begin_pass(self._watch, self._plan)

@@ -7,9 +7,13 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
+
 #include "saved_tensors.h"
 
 namespace {
+
+std::atomic<bool> recording{false};  // the operations of a call of a module are
 
 // One event of a plan, as `packed_steps` of ready.py writes it.
 struct PlannedStep {
@@ -18,14 +22,16 @@ struct PlannedStep {
   long long kind;
   long long called, read;  // a call is recomputed that makes the tensor; it is read for recomputing
   long long version;
+  long long evict_begin, evict_count;  // tensors that leave for their recipes, in `evictions`
 };
-constexpr long long kMoves = 0, kKept = 2, kTaken = 3;  // 1: Python takes the tensor over
+constexpr long long kMoves = 0, kRecomputed = 1, kKept = 2, kTaken = 3;
 
 struct Position {
   PyObject_HEAD
   long long event;
   PyObject* within;   // weak reference to the present pass, or None
   PyObject* steps;    // bytes
+  PyObject* evictions;  // bytes: numbers of tensors
   PyObject* waiting;  // tuple: while something is in one of its members, no event is quiet
   PyObject* calls;    // `ModuleCalls`, or None
   PyObject* fence;    // of kilter, or None
@@ -33,16 +39,19 @@ struct Position {
   size_t least_bytes;
   PyObject* store;
   PyObject* followed;  // dict: by number, weak references to the saved storages of the pass
+  PyObject* read;      // gives the recipe of a tensor, or None
+  long lone_users;     // the storage of a tensor that nobody else holds has so many users
 };
 
 Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(object); }
 
 PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *waiting, *fence, *device, *store, *followed;
+  PyObject *waiting, *fence, *device, *store, *followed, *read;
   Py_ssize_t least_bytes;
-  if (!PyArg_ParseTuple(arguments, "O!OOnOO!", &PyTuple_Type, &waiting, &fence, &device,
-                        &least_bytes, &store, &PyDict_Type, &followed))
+  long lone_users;
+  if (!PyArg_ParseTuple(arguments, "O!OOnOO!Ol", &PyTuple_Type, &waiting, &fence, &device,
+                        &least_bytes, &store, &PyDict_Type, &followed, &read, &lone_users))
     return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
@@ -50,12 +59,15 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   self->within = Py_NewRef(Py_None);
   self->calls = Py_NewRef(Py_None);
   self->steps = PyBytes_FromString("");
+  self->evictions = PyBytes_FromString("");
   self->waiting = Py_NewRef(waiting);
   self->fence = Py_NewRef(fence);
   self->device = Py_NewRef(device);
   self->least_bytes = static_cast<size_t>(least_bytes);
   self->store = Py_NewRef(store);
   self->followed = Py_NewRef(followed);
+  self->read = Py_NewRef(read);
+  self->lone_users = lone_users;
   return made;
   END_HANDLE_TH_ERRORS
 }
@@ -64,7 +76,7 @@ int visit_position(PyObject* object, visitproc visit, void* arg) {
   Position* self = position_of(object);
   Py_VISIT(Py_TYPE(object));
   for (PyObject* held : {self->within, self->steps, self->waiting, self->calls, self->fence,
-                         self->store, self->followed})
+                         self->store, self->followed, self->read})
     Py_VISIT(held);
   return 0;
 }
@@ -72,8 +84,8 @@ int visit_position(PyObject* object, visitproc visit, void* arg) {
 int clear_position(PyObject* object) {
   Position* self = position_of(object);
   for (PyObject** held :
-       {&self->within, &self->steps, &self->waiting, &self->calls, &self->fence, &self->device,
-        &self->store, &self->followed})
+       {&self->within, &self->steps, &self->evictions, &self->waiting, &self->calls, &self->fence,
+        &self->device, &self->store, &self->followed, &self->read})
     Py_CLEAR(*held);
   return 0;
 }
@@ -89,13 +101,14 @@ void free_position(PyObject* object) {
 // `Position.follow`: the steps, a weak reference to the pass, and what watches calls of modules.
 PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
   Position* self = position_of(object);
-  Py_XSETREF(self->steps, Py_NewRef(arguments[0]));
+  Py_XSETREF(self->steps, Py_NewRef(PyTuple_GET_ITEM(arguments[0], 0)));
+  Py_XSETREF(self->evictions, Py_NewRef(PyTuple_GET_ITEM(arguments[0], 1)));
   Py_XSETREF(self->within, Py_NewRef(arguments[1]));
   Py_XSETREF(self->calls, Py_NewRef(arguments[2]));
   Py_RETURN_NONE;
 }
 
-// The step of the present event if it is this one and nothing moves at it.
+// The step of the present event if it is this one, and nothing is copied at it.
 const PlannedStep* quiet_step(const Position* self, long long code) {
   const auto count = PyBytes_GET_SIZE(self->steps) / static_cast<Py_ssize_t>(sizeof(PlannedStep));
   if (self->event >= count) return nullptr;
@@ -158,8 +171,18 @@ py::object view_on(PyObject* saved, PyObject* tensor) {
   return owned(view(nullptr, asked, 4));
 }
 
-// What `Swapper._save` of engine.py does where nothing moves and no recipe is read: gives what
-// autograd is given. None: another case.
+// The recipe of a tensor, or None. An error of ours is one for the fence: Python tries again.
+py::object recipe_of(const Position* self, PyObject* tensor, bool& failed) {
+  PyObject* found = PyObject_CallOneArg(self->read, tensor);
+  if (found != nullptr) return py::reinterpret_steal<py::object>(found);
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+  PyErr_Clear();
+  failed = true;
+  return py::none();
+}
+
+// What `Swapper._save` of engine.py does where nothing is copied: gives what autograd is given.
+// None: another case.
 py::object take_over(Position* self, const PlannedStep step, PyObject* object, PyObject* within,
                      PyObject* size_bytes, PyObject* key) {
   const auto number = py::int_((-1 - step.code) / 2);
@@ -176,6 +199,13 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
   }
   const auto touched = attribute(self->store, names.touched);
   if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) return py::none();
+  const bool as_tried = THPVariable_Unpack(object)._version() == step.version;
+  py::object recipe = py::none();
+  if (step.kind == kRecomputed && as_tried) {
+    bool failed = false;
+    recipe = recipe_of(self, object, failed);
+    if (failed) return py::none();
+  }
   const auto alias = owned(held(nullptr, object));
   if (alias.is_none()) return py::none();
   const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());
@@ -197,9 +227,102 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
     }
   }
   auto given = view_on(saved, object);
-  if (step.read && THPVariable_Unpack(object)._version() == step.version)
-    mark(given.ptr(), saved, object);
+  if (step.read && as_tried) mark(given.ptr(), saved, object);
+  if (!recipe.is_none()) put(saved, slots.recipe, recipe.release().ptr());
   return given;
+}
+
+// `Saved.closed` and `Saved.unchanged` of store.py.
+bool closed(const Position* self, PyObject* saved) {
+  PyObject* alias = slot(saved, slots.alias);
+  if (alias == Py_None || number_in(saved, slots.state) != kResident) return true;
+  PyObject* transfer = slot(saved, slots.transfer);
+  const bool copied = transfer != Py_None && slot(transfer, slots.departure) != Py_None;
+  if (copied && slot(saved, slots.handed_out) == Py_False) return true;
+  return ordinary(alias) && alone(alias, self->lone_users);
+}
+
+bool unchanged(PyObject* saved) {
+  PyObject* alias = slot(saved, slots.alias);
+  return slot(saved, slots.touched) == Py_False &&
+         (alias == Py_None ||
+          THPVariable_Unpack(alias)._version() == number_in(saved, slots.version));
+}
+
+// `Recipe.ready` of recompute.py, of one that reads saved tensors and copies only.
+bool is_ready(const Position* self, PyObject* recipe) {
+  PyObject* parameters = slot(recipe, slots.parameters);
+  if (PyTuple_GET_SIZE(parameters) || slot(recipe, slots.in_backward) != Py_False) return false;
+  PyObject* sources = slot(recipe, slots.closed);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sources); i++)
+    if (!closed(self, PyTuple_GET_ITEM(sources, i))) return false;
+  sources = slot(recipe, slots.sources);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sources); i++)
+    if (!unchanged(PyTuple_GET_ITEM(sources, i))) return false;
+  return true;
+}
+
+// Whoever changes what a recipe reads has the tensor recomputed before.
+void tell(PyObject* store, PyObject* recipe, PyObject* reference) {
+  const auto dependents = attribute(store, names.dependents);
+  PyObject* sources = slot(recipe, slots.sources);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sources); i++) {
+    const auto source = owned(PyLong_FromVoidPtr(PyTuple_GET_ITEM(sources, i)));
+    const auto none = owned(PyList_New(0));
+    PyObject* known = PyDict_SetDefault(dependents.ptr(), source.ptr(), none.ptr());
+    if (known == nullptr || PyList_Append(known, reference)) throw python_error();
+  }
+  put(recipe, slots.told, Py_NewRef(Py_True));
+}
+
+// `Store.evict` of store.py, of a tensor that a recipe of its own makes. False: another case.
+bool give_up(Position* self, PyObject* saved, PyObject* reference) {
+  const auto alias = py::reinterpret_borrow<py::object>(slot(saved, slots.alias));
+  if (alias.is_none() || number_in(saved, slots.state) != kResident) return true;
+  if (slot(saved, slots.handed_out) != Py_False) return true;
+  const auto recipe = py::reinterpret_borrow<py::object>(slot(saved, slots.recipe));
+  if (slot(saved, slots.transfer) != Py_None || !of_class(recipe.ptr(), names.recipe) ||
+      !ordinary(alias.ptr()) || !unchanged(saved) || !alone(alias.ptr(), self->lone_users) ||
+      !is_ready(self, recipe.ptr()))
+    return false;
+  if (slot(recipe.ptr(), slots.told) == Py_False) tell(self->store, recipe.ptr(), reference);
+  put(saved, slots.state, PyLong_FromLongLong(kEvicted));
+  put(saved, slots.alias, Py_NewRef(Py_None));
+  const auto resident = attribute(self->store, names.resident);
+  PyObject* key = slot(saved, slots.key);
+  if (PyDict_Contains(resident.ptr(), key) && PyDict_DelItem(resident.ptr(), key))
+    throw python_error();
+  const auto counts = attribute(self->store, names.counts);
+  const long long size_bytes = number_in(saved, slots.size_bytes);
+  const auto add = [&](PyObject* name, long long more) {
+    set_attribute(counts.ptr(), name, integer(counts.ptr(), name) + more);
+  };
+  add(names.evicted, 1);
+  add(names.evicted_bytes, size_bytes);
+  hold(counts.ptr(), -size_bytes);
+  const auto backend = attribute(self->store, names.backend);
+  if (attribute(backend.ptr(), names.spoils).ptr() == Py_True) {
+    const auto storage = owned(PyObject_CallMethodNoArgs(alias.ptr(), names.untyped_storage));
+    owned(PyObject_CallMethodOneArg(backend.ptr(), names.evicted, storage.ptr()));
+  }
+  return true;
+}
+
+// `DueMoves.carry_out` of due_moves.py, where tensors leave for their recipes. False: another case.
+bool evict(Position* self, const PlannedStep& step) {
+  if (step.evict_count == 0) return true;
+  if (recording) return false;
+  const auto evictions = py::reinterpret_borrow<py::object>(self->evictions);
+  const auto* numbers = reinterpret_cast<const long long*>(PyBytes_AS_STRING(evictions.ptr()));
+  for (long long i = 0; i < step.evict_count; i++) {
+    const auto number = py::int_(numbers[step.evict_begin + i]);
+    PyObject* found = PyDict_GetItemWithError(self->followed, number.ptr());
+    if (found == nullptr) continue;
+    const auto reference = py::reinterpret_borrow<py::object>(found);
+    const auto saved = referred_to(found);
+    if (!saved.is_none() && !give_up(self, saved.ptr(), reference.ptr())) return false;
+  }
+  return true;
 }
 
 // `Position.save`.
@@ -212,13 +335,14 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   const PlannedStep* step =
       size_bytes == 0 ? nullptr : quiet_step(self, static_cast<long long>(size_bytes));
   if (step == nullptr || within.is_none()) return packed.release().ptr();
+  const PlannedStep now = *step;
+  if ((now.kind == kRecomputed && recording) || !evict(self, now)) return packed.release().ptr();
   py::object given = py::none();
-  if (step->kind == kKept) {
+  if (now.kind == kKept) {
     const Tensor& unpacked = THPVariable_Unpack(tensor);
-    given =
-        owned(keep(tensor, unpacked, base_of(unpacked), py::int_(step->code), py::handle(within)));
-  } else if (step->kind == kTaken) {
-    given = take_over(self, *step, tensor, within.ptr(), PyTuple_GET_ITEM(packed.ptr(), 0),
+    given = owned(keep(tensor, unpacked, base_of(unpacked), py::int_(now.code), py::handle(within)));
+  } else {
+    given = take_over(self, now, tensor, within.ptr(), PyTuple_GET_ITEM(packed.ptr(), 0),
                       PyTuple_GET_ITEM(packed.ptr(), 1));
   }
   if (given.is_none()) return packed.release().ptr();
@@ -226,6 +350,9 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   return given.release().ptr();
   END_HANDLE_TH_ERRORS
 }
+
+// It is the step of the present event, and nothing leaves at it either.
+bool still(const PlannedStep* step) { return step != nullptr && step->evict_count == 0; }
 
 // What was not followed.
 PyObject* use_kept(Position* self, PyObject* packed) {
@@ -236,7 +363,7 @@ PyObject* use_kept(Position* self, PyObject* packed) {
   if (PyTuple_GET_SIZE(packed) == 5) {
     const long long code = PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 3));
     if (PyTuple_GET_ITEM(packed, 4) != referred_to(self->within).ptr() ||
-        quiet_step(self, code) == nullptr)
+        !still(quiet_step(self, code)))
       Py_RETURN_NONE;
     self->event++;
   }
@@ -257,7 +384,7 @@ PyObject* use_view(Position* self, PyObject* view) {
   const auto dtype = attribute(alias, names.dtype);
   if ((!alike && dtype.ptr() != PyTuple_GET_ITEM(view, 2)) ||
       tensor._version() != number_in(saved, slots.version) ||
-      quiet_step(self, -1 - 2 * number_in(saved, slots.number)) == nullptr)
+      !still(quiet_step(self, -1 - 2 * number_in(saved, slots.number))))
     Py_RETURN_NONE;
   put(saved, slots.handed_out, Py_NewRef(Py_True));
   self->event++;

@@ -1,8 +1,9 @@
 """Where the present pass is in its plan.
 
-At most events of a plan nothing moves: a tensor is saved that autograd keeps, or that moves later,
-or one is used that is there. The compiled library sees to these *quiet* events by itself, as long
-as they are those that the plan expects (`position.h`). Without it the engine looks at each.
+At most events of a plan nothing is copied: a tensor is saved that autograd keeps, or that moves
+later, or one is used that is there, or tensors leave that are recomputed alone. The compiled
+library sees to these *quiet* events by itself, as long as they are those that the plan expects
+(`position.h`). Without it the engine looks at each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import weakref
 from enum import IntEnum
 from typing import Any
 
-NO_STEPS = b""
+NO_STEPS = b"", b""
 """No event is quiet."""
 
 
@@ -31,7 +32,7 @@ class Position:
         self.event = 0
         """How many events the pass had under its plan."""
 
-    def follow(self, steps: bytes, within: weakref.ref[Any], calls: Any) -> None:
+    def follow(self, steps: tuple[bytes, bytes], within: weakref.ref[Any], calls: Any) -> None:
         """From here on these are the steps (`packed_steps`), of this pass. `calls` are those of
         modules, where some are recomputed, or None."""
 
@@ -40,9 +41,10 @@ class StepKind(IntEnum):
     """What happens at an event of a plan."""
 
     MOVES = 0
-    FOLLOWED = 1
-    """Nothing moves; the engine follows the tensor."""
+    """Something is copied, or leaves for a call that is recomputed."""
+    RECOMPUTED = 1
+    """The engine follows the tensor, which a recipe of its own makes."""
     KEPT = 2
-    """Nothing moves, and autograd keeps the tensor."""
+    """Autograd keeps the tensor."""
     TAKEN = 3
-    """Nothing moves; the engine follows the tensor, which no recipe of its own makes."""
+    """The engine follows the tensor, which no recipe of its own makes."""

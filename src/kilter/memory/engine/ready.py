@@ -6,7 +6,7 @@ With this list an ordinary event under a plan costs the host one look-up.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,29 +54,28 @@ class ReadyStep(NamedTuple):
     version: int = 0
     """How often a tensor that is saved had been written to before, when recipes were tried."""
 
-    @property
-    def kind(self) -> StepKind:
-        if self.due is not None:
+    def kind(self, by_recipe: set[int]) -> StepKind:
+        """`by_recipe` are the tensors that are recomputed alone."""
+        due = self.due
+        if due is not None and (due.offload or due.prefetch or not by_recipe.issuperset(due.evict)):
             return StepKind.MOVES
         if not self.followed:
             return StepKind.KEPT
-        return StepKind.FOLLOWED if self.recomputed else StepKind.TAKEN
+        return StepKind.RECOMPUTED if self.recomputed else StepKind.TAKEN
 
 
-def packed_steps(steps: Iterable[ReadyStep]) -> bytes:
-    """What the compiled library needs of these events, as `position.h` reads it."""
-    return b"".join(
-        struct.pack(
-            "=6q",
-            step.expected,
-            use_code(step.number),
-            step.kind,
-            step.called,
-            step.read,
-            step.version,
-        )
-        for step in steps
-    )
+def packed_steps(steps: Sequence[ReadyStep]) -> tuple[bytes, bytes]:
+    """What the compiled library needs of these events, as `position.h` reads it, and the tensors
+    that leave for their recipes."""
+    by_recipe = {step.number for step in steps if step.recomputed}
+    packed, leave = [], list[int]()
+    for step in steps:
+        kind = step.kind(by_recipe)
+        evict = () if step.due is None or kind is StepKind.MOVES else step.due.evict
+        numbers = use_code(step.number), kind, step.called, step.read, step.version
+        packed.append(struct.pack("=8q", step.expected, *numbers, len(leave), len(evict)))
+        leave += evict
+    return b"".join(packed), struct.pack(f"={len(leave)}q", *leave)
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ class Ready:
     events: tuple[int, ...]
     steps: list[ReadyStep]
     """There is one for each event, and one after the last that matches no event."""
-    packed_steps: bytes
+    packed_steps: tuple[bytes, bytes]
     """What the compiled library needs of them."""
     places: dict[int, tuple[int, int]]
     """Each tensor, by number, has its offset and size in the arena."""

@@ -232,15 +232,18 @@ class Reader:
 
     def _own(self, size_bytes: int) -> bool:
         """Copy what is small; `False` if something else could be written to."""
-        left_bytes = COPIED_SHARE * size_bytes
+        memory, left_bytes = self._memory, COPIED_SHARE * size_bytes
         small: list[HeldSource] = []
-        for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
-            if held.changed or (held.take is None and self._memory.was_touched(held.tensor)):
+        sized = [(_size_of(held), place) for place, (held, _) in enumerate(self._held)]
+        for held_bytes, place in sorted(sized):
+            held, saved = self._held[place]
+            plain = held.take is None
+            if held.changed or (plain and memory.was_touched(held.tensor)):
                 return False
-            if held.take is None and self._private(held) and self._memory.alone(held.tensor):
+            if plain and self._private(held) and memory.alone(held.tensor):
                 self._in_place.setdefault(id(held.tensor), []).append(weakref.ref(held))
                 continue
-            left_bytes -= _size_of(held)
+            left_bytes -= held_bytes
             if left_bytes >= 0:
                 small.append(held)
             elif _parameter_of(held.tensor) is None:
@@ -249,17 +252,20 @@ class Reader:
                 self.parameters.append(held)
                 self.in_backward |= not saved
         for held in small:
-            if held.tensor.untyped_storage().nbytes() == 0:
+            copy = self._copy_of(held)
+            if copy is None and held.tensor.untyped_storage().nbytes() == 0:
                 return False  # sharding has taken the bytes away
-            held.own(self._copy_of(held))
+            held.own(copy)
         return True
 
     def _private(self, held: HeldSource) -> bool:
         """No name of the program's is bound to this tensor object (the statistics of a norm, say).
         Several recipes may read it."""
-        others = (one() for one in self._in_place.get(id(held.tensor), ()))
-        ours = sum(other is not None and other.tensor is held.tensor for other in others)
-        return sys.getrefcount(held.tensor) <= HOLDERS + ours
+        holders = sys.getrefcount(held.tensor)
+        for other in self._in_place.get(id(held.tensor), ()):
+            source = other()
+            holders -= source is not None and source.tensor is held.tensor
+        return holders <= HOLDERS
 
     def _copy_of(self, held: HeldSource) -> torch.Tensor | None:
         """The copy of a parameter from the beginning of the pass. Who holds its storage beside it

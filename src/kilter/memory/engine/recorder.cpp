@@ -15,7 +15,6 @@
 #include "position.h"
 #include "saved_tensors.h"
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -501,7 +500,6 @@ class Recorder {
 
 std::mutex present_mutex;
 std::shared_ptr<Recorder> present;  // what records now
-std::atomic<bool> recording{false};
 std::mutex rules_mutex;
 std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Rules>> rules_known;
 

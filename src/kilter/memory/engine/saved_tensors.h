@@ -24,20 +24,22 @@ namespace {
 
 using at::Tensor;
 
-constexpr long long kResident = 0;  // RESIDENT of store.py
+constexpr long long kResident = 0, kEvicted = 2;  // RESIDENT and EVICTED of store.py
 
 // Of Python; never freed.
 struct Names {
-  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *leaf, *output;
+  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *recipe, *leaf, *output;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
-      *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes;
+      *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
+      *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage;
 };
 Names names;
 
-// Where `Saved` of store.py has its attributes.
+// Where `Saved` and `Transfer` of store.py, and `Recipe` of recompute.py, have their attributes.
 struct Slots {
   Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
-      state, transfer, recipe, calls, store;
+      state, transfer, recipe, calls, store, departure, closed, sources, parameters, in_backward,
+      told;
 };
 Slots slots;
 
@@ -47,8 +49,8 @@ py::object owned(PyObject* made) {
   return py::reinterpret_steal<py::object>(made);
 }
 
-Py_ssize_t slot_named(const char* name) {
-  const auto found = owned(PyObject_GetAttrString(names.saved, name));
+Py_ssize_t slot_named(const char* name, PyObject* kind) {
+  const auto found = owned(PyObject_GetAttrString(kind, name));
   if (!Py_IS_TYPE(found.ptr(), &PyMemberDescr_Type))
     throw std::runtime_error(std::string("no slot ") + name);
   return reinterpret_cast<PyMemberDescrObject*>(found.ptr())->d_member->offset;
@@ -69,22 +71,29 @@ long long number_in(PyObject* saved, Py_ssize_t offset) {
 }
 
 void name(const py::object& itself, const py::object& saved, const py::object& view,
-          const py::object& leaf, const py::object& output) {
+          const py::object& transfer, const py::object& recipe, const py::object& leaf,
+          const py::object& output) {
   const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
   const auto text = PyUnicode_InternFromString;
   const auto torch = py::module_::import("torch");
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
-           own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(leaf),
-           own(output), text("_current_level"), text("dtype"), text("attributes"), text("down"),
-           text("grad_fn"), text("metadata"), text("present"), text("members"), text("_resident"),
-           text("_touched"), text("counts"), text("alive"), text("held_bytes"), text("beside_bytes"),
-           text("segment_peak_bytes"), text("held_peak_bytes")};
-  slots = {slot_named("within"), slot_named("number"),
-           slot_named("size_bytes"), slot_named("key"), slot_named("alias"), slot_named("version"),
-           slot_named("plain"), slot_named("touched"), slot_named("cast"),
-           slot_named("handed_out"), slot_named("state"), slot_named("transfer"),
-           slot_named("recipe"), slot_named("calls"), slot_named("store")};
+           own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(recipe),
+           own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
+           text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
+           text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
+           text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
+           text("evicted"), text("evicted_bytes"), text("_dependents"), text("_backend"),
+           text("spoils"), text("untyped_storage")};
+  const auto of = [](const py::object& kind) {
+    return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
+  };
+  const auto storage = of(saved), copies = of(transfer), made = of(recipe);
+  slots = {storage("within"), storage("number"), storage("size_bytes"), storage("key"),
+           storage("alias"), storage("version"), storage("plain"), storage("touched"),
+           storage("cast"), storage("handed_out"), storage("state"), storage("transfer"),
+           storage("recipe"), storage("calls"), storage("store"), copies("departure"),
+           made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.
@@ -298,14 +307,18 @@ PyObject* is_cast_of_parameter(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// `Store.alone`: of a tensor, and how many users its storage has then.
+// `Store.alone`: of an ordinary tensor, and how many users its storage has then.
+bool alone(PyObject* object, long users) {
+  const c10::Storage& storage = THPVariable_Unpack(object).storage();
+  // Of some versions of the framework, Python's object for the storage counts from when it is made.
+  Py_XDECREF(THPStorage_Wrap(storage));
+  return static_cast<long>(storage.use_count()) == users;
+}
+
 PyObject* alone(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!ordinary(arguments[0])) Py_RETURN_NONE;
-  const c10::Storage& storage = THPVariable_Unpack(arguments[0]).storage();
-  // Of some versions of the framework, Python's object for the storage counts from when it is made.
-  Py_XDECREF(THPStorage_Wrap(storage));
-  return PyBool_FromLong(static_cast<long>(storage.use_count()) == PyLong_AsLong(arguments[1]));
+  return PyBool_FromLong(alone(arguments[0], PyLong_AsLong(arguments[1])));
   END_HANDLE_TH_ERRORS
 }
 
@@ -333,7 +346,7 @@ PyMethodDef saved_tensor_functions[] = {
     {"held", held, METH_O, nullptr},
     {"view", plain_function(view), METH_FASTCALL, nullptr},
     {"laid_out", plain_function(static_cast<_PyCFunctionFast>(laid_out)), METH_FASTCALL, nullptr},
-    {"alone", plain_function(alone), METH_FASTCALL, nullptr},
+    {"alone", plain_function(static_cast<_PyCFunctionFast>(alone)), METH_FASTCALL, nullptr},
     {"arrived", plain_function(arrived), METH_FASTCALL, nullptr},
     {"is_cast_of_parameter", is_cast_of_parameter, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -259,7 +259,7 @@ class Store:
         """This hook is the engine's own: tensors packed by other hooks have another one."""
         self.within = weakref.ref(Pass())
         """It refers to the present pass, while anything is left of it."""
-        self._one = _users_of_a_lone_tensor()
+        self.lone_users = _users_of_a_lone_tensor()
         self._resident: dict[int, weakref.ref[Saved]] = {}
         """They are found by address of the storage. Each holds its storage, so no address is ever
         reused."""
@@ -293,7 +293,7 @@ class Store:
         """From here on have the compiled library do what it can, if there is one."""
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
-            self.compiled.name(Itself, Saved, View, LEAF, OUTPUT)
+            self.compiled.name(Itself, Saved, View, Transfer, Recipe, LEAF, OUTPUT)
 
     # Save and read
 
@@ -576,7 +576,7 @@ class Store:
     def alone(self, tensor: torch.Tensor, *, aliases: int = 0) -> bool:
         """No other tensor holds this one's storage, but for so many aliases. The count is compared
         with that of a lone tensor, since the framework's own wrapper counts too."""
-        expected = self._one + aliases
+        expected = self.lone_users + aliases
         found = self.compiled and self.compiled.alone(tensor, expected)
         if found is None:
             users = torch_internals.storage_use_count(tensor.untyped_storage()._cdata)

@@ -32,6 +32,7 @@ from kilter.memory.engine.store import (
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
+    from kilter.memory.engine.recompute import Recipe
     from kilter.session.fence import Fence
 
 
@@ -90,15 +91,28 @@ class TensorHooks:
         if not self.thread_ended:
             self._hooks.__exit__(*(exception or (None, None, None)))
 
-    def use_library(self, followed: dict[int, Any], *waiting: dict[Any, Any] | list[Any]) -> Any:
+    def use_library(
+        self,
+        followed: dict[int, Any],
+        read: Callable[[Tensor], Recipe | None],
+        *waiting: dict[Any, Any] | list[Any],
+    ) -> Any:
         """From here on have the compiled library do what it can, if there is one, and its
         `Position`; else None. It adds the tensors that it takes over to those `followed`, by
-        number. While something is in one of `waiting` no event is quiet."""
+        number; `read` gives their recipes. While something is in one of `waiting` no event is
+        quiet."""
         store = self._store
         store.use_library()
         if store.compiled is not None:
             self._quiet = store.compiled.Position(
-                waiting, self._fence, self._device, self._min_bytes, store, followed
+                waiting,
+                self._fence,
+                self._device,
+                self._min_bytes,
+                store,
+                followed,
+                read,
+                store.lone_users,
             )
         return self._quiet
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 import torch
-from memory_h200 import Job, Pinned, gpt, timed
+from memory_h200 import Job, gpt, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kilter.core.units import GIB
@@ -47,18 +47,6 @@ WEIGHTS_WARM = 14
 ALL_GB = 1000.0
 
 
-class Shared(Pinned):
-    """All engines of a row share one pinned piece, which is free again for the next row."""
-
-    free_from = 0
-
-    def reserve(self, size_bytes: int) -> torch.Tensor:
-        self.taken_bytes = Shared.free_from
-        host = super().reserve(size_bytes)
-        Shared.free_from = self.taken_bytes
-        return host
-
-
 @dataclass(frozen=True)
 class Machine:
     """Where this runs."""
@@ -70,7 +58,7 @@ class Machine:
     width: int = 1600
 
     def backend(self) -> Any:
-        return CpuStandIn(spoil=True) if self.tiny else Shared.open()
+        return CpuStandIn(spoil=True) if self.tiny else Cuda.open()
 
     def peak_bytes(self) -> int:
         return 0 if self.tiny else torch.cuda.max_memory_allocated()
@@ -150,7 +138,6 @@ class Governed(contextlib.ExitStack):
     def govern(self, fresh: bool = False) -> Governed:
         """Begin; the job is `fresh` if it has made no step yet."""
         machine, mode = self.machine, self.mode
-        Shared.free_from = 0
         min_bytes = 1024 if machine.tiny else 2**20
         if self.budget_bytes is not None:
             backend = machine.backend()
@@ -422,7 +409,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--records", action="store_true", help="write what was observed, too")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
-    parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
     parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -436,8 +422,6 @@ def main() -> None:
         backend = Cuda.open()
         link = link if options.link else measure_link(backend)
         machine = Machine(backend.device, link, False, options.layers, options.width)
-        if options.host_gib:
-            Pinned.piece = backend.reserve(int(options.host_gib * GIB))
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)
     names = [name for name in options.modes.split(";") if name]
     parts = {
@@ -447,6 +431,7 @@ def main() -> None:
             machine, [int(batch) for batch in options.batches.split(",")], int(options.cap * GIB)
         ),
     }
+    options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "state.jsonl").open("w") as file:
         for part in options.parts.split(","):
             for row in parts[part]():

@@ -11,6 +11,7 @@ copy falls due between two kernels.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import weakref
@@ -118,8 +119,16 @@ class _Mapped:
 
 def _unregister(host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:
     torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    if int(torch.cuda.cudart().cudaHostUnregister(host.data_ptr())) != 0:
+        _take_error(device)
     limit.give_back(host.nbytes)
+
+
+def _take_error(device: torch.device) -> None:
+    """The runtime tells of a call that failed once more at the next kernel, where the framework
+    raises it. So that this is none of the program's, one of ours takes it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 class _Part:
@@ -189,6 +198,7 @@ class Cuda:
         with torch.cuda.device(self.device):  # the framework asks whose the memory is
             result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, MAPPED)
         if int(result) != 0:
+            _take_error(self.device)
             self.host.give_back(size_bytes)
             raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
         self._registered[host.data_ptr()] = host

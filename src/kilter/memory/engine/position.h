@@ -13,7 +13,7 @@
 
 namespace {
 
-std::atomic<bool> recording{false};  // the operations of a call of a module are
+std::atomic<bool> recording{false};  // operations of a call of a module are being recorded
 
 // One event of a plan, as `packed_steps` of ready.py writes it.
 struct PlannedStep {

@@ -252,10 +252,9 @@ class Reader:
                 self.parameters.append(held)
                 self.in_backward |= not saved
         for held in small:
-            copy = self._copy_of(held)
-            if copy is None and held.tensor.untyped_storage().nbytes() == 0:
+            if held.tensor.untyped_storage().nbytes() == 0:
                 return False  # sharding has taken the bytes away
-            held.own(copy)
+            held.own(self._copy_of(held))
         return True
 
     def _private(self, held: HeldSource) -> bool:

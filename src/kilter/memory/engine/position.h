@@ -29,12 +29,12 @@ constexpr long long kMoves = 0, kRecomputed = 1, kKept = 2, kTaken = 3;
 struct Position {
   PyObject_HEAD
   long long event;
-  PyObject* within;   // weak reference to the present pass, or None
-  PyObject* steps;    // bytes
+  PyObject* within;     // weak reference to the present pass, or None
+  PyObject* steps;      // bytes
   PyObject* evictions;  // bytes: numbers of tensors
-  PyObject* waiting;  // tuple: while something is in one of its members, no event is quiet
-  PyObject* calls;    // `ModuleCalls`, or None
-  PyObject* fence;    // of kilter, or None
+  PyObject* waiting;    // tuple: while something is in one of its members, no event is quiet
+  PyObject* calls;      // `ModuleCalls`, or None
+  PyObject* fence;      // of kilter, or None
   PyObject* device;
   size_t least_bytes;
   PyObject* store;
@@ -171,14 +171,13 @@ py::object view_on(PyObject* saved, PyObject* tensor) {
   return owned(view(nullptr, asked, 4));
 }
 
-// The recipe of a tensor, or None. An error of ours is one for the fence: Python tries again.
-py::object recipe_of(const Position* self, PyObject* tensor, bool& failed) {
+// The recipe of a tensor, or None. Nothing: an error of ours, for the fence; Python tries again.
+py::object recipe_of(const Position* self, PyObject* tensor) {
   PyObject* found = PyObject_CallOneArg(self->read, tensor);
   if (found != nullptr) return py::reinterpret_steal<py::object>(found);
   if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
   PyErr_Clear();
-  failed = true;
-  return py::none();
+  return {};
 }
 
 // What `Swapper._save` of engine.py does where nothing is copied: gives what autograd is given.
@@ -201,11 +200,8 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
   if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) return py::none();
   const bool as_tried = THPVariable_Unpack(object)._version() == step.version;
   py::object recipe = py::none();
-  if (step.kind == kRecomputed && as_tried) {
-    bool failed = false;
-    recipe = recipe_of(self, object, failed);
-    if (failed) return py::none();
-  }
+  if (step.kind == kRecomputed && as_tried) recipe = recipe_of(self, object);
+  if (!recipe) return py::none();
   const auto alias = owned(held(nullptr, object));
   if (alias.is_none()) return py::none();
   const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());

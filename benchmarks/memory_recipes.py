@@ -1,7 +1,7 @@
 """What share of the bytes that other people's models save for backward can be recomputed.
 
     python benchmarks/memory_recipes.py [--cases llama,gpt2,t5,bert] [--most 6]
-    python benchmarks/memory_recipes.py --zoo vit,opt|all
+    python benchmarks/memory_recipes.py --zoo vit,opt|all [--layers 12]
     python benchmarks/memory_recipes.py --vision torchvision:resnet50,timm:mixer_s16_224|all
 
 One pass is tried as `kilter run --memory-budget` tries it: every datum with a recipe is recomputed
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from memory_models import language, tokens
@@ -52,12 +53,12 @@ PASSES = 12
 """In which a trial comes, if there is one."""
 
 
-def of_zoo(kind: str) -> PassRecord:
+def of_zoo(kind: str, layers: int | None = None) -> PassRecord:
     """The same for a small architecture of `memory_zoo.py`."""
     from memory_zoo import FAMILIES, batch, built
 
     family = next(name for name, (kinds, _) in FAMILIES.items() if kind in kinds.split())
-    model = built(kind, family).train()
+    model = built(kind, family, layers).train()
     what = FAMILIES[family][1]
     return observed(lambda: model(**batch(model, what)).loss, model, CpuStandIn(spoil=True), 2048)
 
@@ -168,9 +169,11 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--most", type=int, default=6, help="kinds without a recipe to print")
     parser.add_argument("--zoo", default="", help="names of memory_zoo.py, or all")
+    parser.add_argument("--layers", type=int, help="of the small architectures (2 or 3)")
     parser.add_argument("--vision", default="", help="LIBRARY:NETWORK of the list, or all")
     args = parser.parse_args()
-    cases, look = args.cases.split(","), tried
+    cases: list[str] = args.cases.split(",")
+    look: Callable[[str], PassRecord] = tried
     if args.vision:
         every = [
             f"{key.strip()}:{name}" for key, (_, names) in VISION.items() for name in names.split()
@@ -180,7 +183,8 @@ def main() -> None:
         from memory_zoo import FAMILIES
 
         kinds = [kind for names, _ in FAMILIES.values() for kind in names.split()]
-        cases, look = kinds if args.zoo == "all" else args.zoo.split(","), of_zoo
+        cases = kinds if args.zoo == "all" else args.zoo.split(",")
+        look = partial(of_zoo, layers=args.layers)
     for case in cases:
         record = look(case)
         data = record.data

@@ -73,17 +73,27 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     "query_pre_attn_scalar": 16, "dim": 64, "hidden_dim": 96, "n_heads": 4, "n_layers": 3,
 }  # fmt: skip
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 SMALL_VISION = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
 
 
-def built(kind: str, family: str) -> torch.nn.Module:
+def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
+    """The architecture, with so many layers where its configuration says how many there are."""
     torch.manual_seed(0)
     of_kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
     if family == "AutoModelForImageClassification":
         config = of_kind(num_labels=5)
         for key in SMALL_VISION:
             if isinstance(getattr(config, key, None), int):
-                setattr(config, key, SMALL[key])
+                deep = layers is not None and key in LAYERS
+                setattr(config, key, layers if deep else SMALL[key])
         for key, value in (("image_size", 32), ("patch_size", 8)):
             if isinstance(getattr(config, key, None), int):
                 setattr(config, key, value)
@@ -97,7 +107,8 @@ def built(kind: str, family: str) -> torch.nn.Module:
         for key, value in SMALL.items():
             if hasattr(config, key) or key == "decoder_start_token_id":
                 with suppress(AttributeError, ValueError, TypeError):  # derived from another one
-                    setattr(config, key, copy.deepcopy(value))
+                    deep = layers is not None and key in LAYERS
+                    setattr(config, key, layers if deep else copy.deepcopy(value))
     return getattr(transformers, family).from_config(config)
 
 

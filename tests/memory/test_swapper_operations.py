@@ -289,6 +289,23 @@ def test_a_long_chain_of_views_is_made_again() -> None:
 
 
 @shows_saved
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_put_together_with_tensors_outside_the_graph(known: bool) -> None:
+    """As keys with an empty cache are; what else is outside the graph is out of reach."""
+    outside = torch.empty(96, 0) if known else torch.ones(96, 1)
+
+    def body(x: Tensor, w: Weights) -> Tensor:
+        y = torch.cat([outside, w.one(x).exp().cos()], -1).sin()
+        return w.two(y[:, -WIDTH:].contiguous())
+
+    plain, _, _ = train(body, None)
+    ours, data, _ = train(body, 10**9)
+    found = [d for d in data if d.recipe == "concatenation" and d.recompute_s is not None]
+    assert bool(found) is known
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@shows_saved
 def test_a_norm_of_a_library_is_made_again() -> None:
     _, data, _ = train(lambda x, w: w.two(w.own(w.one(x))), 10**9)
     assert [d.name for d in data if d.recipe == "layer norm" and d.recompute_s is not None]

@@ -6,7 +6,7 @@ They compute nothing, so they cost little to do again. See `operation_graph` for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,20 +67,36 @@ def _slice(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.
     return x[(*[slice(None)] * (dim % x.ndim), slice(start, end, step))]
 
 
-def _joined(join: Callable[[Sequence[torch.Tensor], int], torch.Tensor]) -> Any:
-    """Several tensors side by side; one that is not in the graph is out of reach."""
+def _stacked(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    """Several tensors side by side in a new dimension; one that is not in the graph is out of
+    reach."""
+    dim = number(node, "dim")
+    sources: list[Source] = []
+    for edge in node.next_functions:
+        source = graph.value(edge)
+        if source is None:
+            return None
+        sources.append(source)
+    return lambda: torch.stack([source() for source in sources], dim)
 
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
-        dim = number(node, "dim")
-        sources: list[Source] = []
-        for edge in node.next_functions:
-            source = graph.value(edge)
-            if source is None:
-                return None
-            sources.append(source)
-        return lambda: join([source() for source in sources], dim)
 
-    return build
+def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    """The same along a dimension that they have. What is not in the graph may be empty (a cache of
+    keys that was not written to before), if the others fill the result."""
+    dim = number(node, "dim")
+    sources: list[Source] = []
+    length = 0
+    for before, output in node.next_functions:
+        if before is None:
+            continue
+        source = graph.value((before, output))
+        if source is None:
+            return None
+        sources.append(source)
+        length += before._input_metadata[output].shape[dim]
+    if length != size[dim]:
+        return None
+    return lambda: torch.cat([source() for source in sources], dim)
 
 
 def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -142,7 +158,7 @@ def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
 
 _SHAPED = RecomputeRule("view", _shaped)
 MOVES = {
-    "CatBackward0": RecomputeRule("concatenation", _joined(torch.cat)),
+    "CatBackward0": RecomputeRule("concatenation", _joined),
     "ChannelShuffleBackward0": RecomputeRule("shuffle", of_input(torch.channel_shuffle, "groups")),
     "ConstantPadNdBackward0": RecomputeRule("padding", _padded),
     "ExpandBackward0": RecomputeRule("view", _expanded),
@@ -166,7 +182,7 @@ MOVES = {
     "SqueezeBackward0": _SHAPED,
     "SqueezeBackward1": _SHAPED,
     "SqueezeBackward2": _SHAPED,
-    "StackBackward0": RecomputeRule("concatenation", _joined(torch.stack)),
+    "StackBackward0": RecomputeRule("concatenation", _stacked),
     "TBackward0": RecomputeRule("view", of_input(torch.t)),
     "TransposeBackward0": RecomputeRule("view", of_input(torch.transpose, "dim0", "dim1")),
     "UnbindBackward0": RecomputeRule("view", _unbound, many=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 from kilter.memory.engine import Swapper
+from kilter.memory.engine.engine import HOPELESS_EVERY
+from kilter.memory.engine.segments import ModuleCall
 from kilter.memory.engine.watch import TRUSTED, PassOrder
 from kilter.memory.plan.problem import Link
 
@@ -98,3 +102,60 @@ def test_where_every_plan_has_failed_none_is_begun_with() -> None:
     for _ in range(TRUSTED):
         order.pass_ended(None, (1, 2), 0)
     assert order.plan([]) is None
+
+
+def test_passes_that_cannot_be_planned_are_seldom_watched_beside_others_that_can() -> None:
+    """Both begin alike. In one of them the program holds all that it saves. (Watching a pass makes
+    the device pause at each event.)"""
+    net, held = network(), list[Tensor]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    watched = []
+    with Swapper(
+        SteadyStandIn(), budget_bytes=6 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        for number in range(80):
+            x = torch.randn(ROWS, WIDTH)
+            for layer in net:
+                x = layer(x)
+                if number % 2:
+                    held.append(x)
+            loss = (x.exp().exp() if number % 2 else x).square().mean()
+            loss.backward()
+            held.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            watched.append(swapper.report().watched)
+        report = swapper.report()
+    assert len(report.plans) == 1
+    assert report.planned > 30
+    assert watched[-1] - watched[39] <= 40 // HOPELESS_EVERY
+
+
+def test_a_trial_holds_nothing_in_the_next_pass() -> None:
+    """The generator's tensors outlive the critic's pass, in which calls of modules were tried."""
+    critic, generator = (
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()) for _ in "1234")
+        )
+        for _ in range(2)
+    )
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (critic, generator)]
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    tried = 0
+    with Swapper(
+        SteadyStandIn(), budget_bytes=2**40, link=link, min_bytes=DATUM_BYTES, segments=True
+    ):
+        for _ in range(24):
+            made = generator(torch.randn(ROWS, WIDTH))
+            critic(made.detach()).square().mean().backward()
+            calls = [weakref.ref(one) for one in gc.get_objects() if type(one) is ModuleCall]
+            tried += len(calls)
+            optimizers[0].step()
+            loss = critic(made).mean()
+            assert not any(one() for one in calls)
+            loss.backward()
+            optimizers[1].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert tried

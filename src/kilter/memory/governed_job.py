@@ -195,6 +195,8 @@ class GovernedJob:
         """An iteration of the program ends here, in its thread, perhaps under modes of its own."""
         from kilter.memory.engine.quiet import unseen
 
+        if self._swapper.captured:  # what is decided may wait for the device, which would end that
+            return
         unseen(self._decide_after_iteration)
         if self._record.due():
             unseen(self._record.tell)

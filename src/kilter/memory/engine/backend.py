@@ -88,6 +88,10 @@ class Backend(Protocol):
     def evicted(self, storage: torch.UntypedStorage) -> None:
         """The engine gives up this storage, which nothing else holds."""
 
+    def stream(self) -> int | None:
+        """The stream that operations are issued to now; None while they are captured into a graph,
+        when nothing may move or be timed."""
+
     def mark(self) -> CopyEvent:
         """This moment on the device's timeline."""
 
@@ -196,6 +200,9 @@ class CpuStandIn:
     def evicted(self, storage: torch.UntypedStorage) -> None:
         if self.spoils and owned(storage, on_cuda=False):
             storage.fill_(self.POISON)
+
+    def stream(self) -> int | None:
+        return 0
 
     def mark(self) -> CopyEvent:
         return time.perf_counter()

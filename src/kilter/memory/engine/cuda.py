@@ -239,12 +239,18 @@ class Cuda:
     def evicted(self, storage: torch.UntypedStorage) -> None:
         pass
 
+    def stream(self) -> int | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return int(torch_internals.cuda_raw_stream(self._index))
+
     def mark(self) -> CopyEvent:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
+        begin.synchronize()  # it may be of another stream
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 

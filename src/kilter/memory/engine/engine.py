@@ -47,6 +47,7 @@ from kilter.memory.engine.store import (
     Store,
     View,
     called,
+    kept,
     whole,
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks
@@ -201,6 +202,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._store.closing = True
         if self._store.counts.alive == 0:
             self._backend.close()
+
+    @property
+    def captured(self) -> bool:
+        """The program's operations are being captured into a graph, to be played later."""
+        return self._backend.stream() is None
 
     @property
     def tried(self) -> bool:
@@ -362,10 +368,14 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _save(self, tensor: torch.Tensor, size_bytes: int, key: int) -> Any:
         """A tensor is saved, on a large storage with this address."""
         store = self._store
-        within = store.within()
+        within, stream = store.within(), self._backend.stream()
+        if stream is None:
+            return kept(tensor)
         if within is None or self._boundary:
             self._end_pass()
-            within = self._begin_pass(size_bytes)
+            within = self._begin_pass(size_bytes, stream)
+        elif stream != within.stream:
+            return kept(tensor)
         planned = self._plan
         if planned is not None and planned.steps[self._at.event].expected != size_bytes:
             planned = self._switch(planned, size_bytes)
@@ -520,7 +530,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     # Passes
 
-    def _begin_pass(self, first: int) -> Pass:
+    def _begin_pass(self, first: int, stream: int) -> Pass:
         self._open = True
         self._at.event = 0
         self._round += 1
@@ -529,7 +539,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reader.begin()
         self._demand.begin()
         self._deviated = False
-        within = self._store.begin(self._pass_is_over)
+        within = self._store.begin(stream, self._pass_is_over)
         candidate = self._candidate(first)
         alike = self._kinds.alike(first)
         plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])
@@ -587,7 +597,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         # An older graph may still need tensors in the plans' host memory.
         if plan is not None and not self._store.counts.evicted:
             return False
-        hopeless = bool(alike) and all(kind.hopeless for kind in alike)
+        # Plans of the others have been found not to fit here.
+        unplanned = [kind for kind in alike if kind.plan is None]
+        hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
 
     def _pass_is_over(self) -> None:
@@ -596,7 +608,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._open and self._plan is None and self._watch is None:
             peak_bytes = self._backend.peak_bytes()
             if peak_bytes is not None:
-                self._demand.learn(peak_bytes, self.budget_bytes)
+                if not self._deviated:  # else it was under a plan at first
+                    self._demand.learn(peak_bytes, self.budget_bytes)
                 self._kinds.counted(None, peak_bytes)
 
     def _end_pass(self) -> None:
@@ -629,6 +642,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._demand.refused.setdefault(reason.code, reason)
             tangents.clear()
         if self._watch is not None:
+            self._watch.over()
             record = self._watch.record()
             if record.whole:
                 events = record.events

@@ -5,6 +5,7 @@
 
 #include <structmember.h>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
@@ -41,6 +42,7 @@ struct Position {
   PyObject* followed;  // dict: by number, weak references to the saved storages of the pass
   PyObject* read;      // gives the recipe of a tensor, or None
   long lone_users;     // the storage of a tensor that nobody else holds has so many users
+  c10::StreamId stream;  // of the pass
 };
 
 Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(object); }
@@ -98,14 +100,23 @@ void free_position(PyObject* object) {
   Py_DECREF(type);
 }
 
+// Where operations are issued to now.
+c10::StreamId present_stream(const Position* self) {
+  const c10::Device device = reinterpret_cast<THPDevice*>(self->device)->device;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
+
 // `Position.follow`: the steps, a weak reference to the pass, and what watches calls of modules.
 PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
   Position* self = position_of(object);
+  if (self->event == 0) self->stream = present_stream(self);  // a pass begins
   Py_XSETREF(self->steps, Py_NewRef(PyTuple_GET_ITEM(arguments[0], 0)));
   Py_XSETREF(self->evictions, Py_NewRef(PyTuple_GET_ITEM(arguments[0], 1)));
   Py_XSETREF(self->within, Py_NewRef(arguments[1]));
   Py_XSETREF(self->calls, Py_NewRef(arguments[2]));
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // The step of the present event if it is this one, and nothing is copied at it.
@@ -330,7 +341,8 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   const auto within = referred_to(self->within);
   const PlannedStep* step =
       size_bytes == 0 ? nullptr : quiet_step(self, static_cast<long long>(size_bytes));
-  if (step == nullptr || within.is_none()) return packed.release().ptr();
+  if (step == nullptr || within.is_none() || present_stream(self) != self->stream)
+    return packed.release().ptr();
   const PlannedStep now = *step;
   if ((now.kind == kRecomputed && recording) || !evict(self, now)) return packed.release().ptr();
   py::object given = py::none();

@@ -49,7 +49,12 @@ OUTPUT = "kilter.output"
 class Pass:
     """One pass, alive as long as anything that was saved in it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "stream")
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        """Copies start after what was issued to this stream, and what is evicted is free for it. So
+        tensors that operations on another one save are left to autograd."""
 
 
 class Transfer:
@@ -276,10 +281,10 @@ class Store:
         self.pool = HostPool(backend)
         """It gives host memory for tensors that are offloaded without a plan."""
 
-    def begin(self, over: Callable[[], None] = lambda: None) -> Pass:
-        """Begin a pass. Everything that is saved in the pass holds the `Pass`; `over` is called
-        when nothing of that is left."""
-        within = Pass()
+    def begin(self, stream: int = 0, over: Callable[[], None] = lambda: None) -> Pass:
+        """Begin a pass on this stream. Everything that is saved in the pass holds the `Pass`;
+        `over` is called when nothing of that is left."""
+        within = Pass(stream)
         self.within = weakref.ref(within, lambda _: self._guard(over))
         dependents = {
             leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()

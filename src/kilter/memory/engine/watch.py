@@ -233,6 +233,12 @@ class Watch:
         if self.trial is not None and saved.recipe is not None:
             self.trial.use(saved, datum)
 
+    def over(self) -> None:
+        """Another pass has begun, or none will. Nothing is tried any more; what was held for that
+        would count in the levels of the next pass, which may need tensors of this one."""
+        for saved in self.saved_since(0):
+            saved.calls = saved.recipe = None
+
     def record(self) -> PassRecord:
         """The pass that has ended."""
         ends = [begin for begin, _ in self._marks[1:]]

@@ -160,9 +160,9 @@ def test_on_a_gpu_a_branch_on_another_stream_gives_the_same_bits(link: Link) -> 
         other = torch.cuda.Stream()
         values: list[Tensor] = []
         swapper: Any = nullcontext()
+        torch.cuda.reset_peak_memory_stats()
         if share is not None:
-            budget_bytes = int(share * 17 * 4096 * 1024 * 4)
-            swapper = Swapper(Cuda.open(), budget_bytes=budget_bytes, link=link)
+            swapper = Swapper(Cuda.open(), budget_bytes=int(share * peaks[0]), link=link)
         with swapper:
             for number in range(20):
                 torch.manual_seed(number)
@@ -179,10 +179,12 @@ def test_on_a_gpu_a_branch_on_another_stream_gives_the_same_bits(link: Link) -> 
                 report = swapper.report()
                 assert report.planned
                 assert report.out_bytes + report.recomputed
+        peaks.append(torch.cuda.max_memory_allocated())
         return [*values, *(p.detach() for p in model.parameters())]
 
+    peaks: list[int] = []
     plain = run(None)
-    assert all(torch.equal(a, b) for a, b in zip(plain, run(0.9), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(0.85), strict=True))
 
 
 @pytest.mark.gpu

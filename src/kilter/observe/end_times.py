@@ -81,9 +81,9 @@ class EndTimes:
             self._epoch += 1
         if device is None:
             return None
-        cuda = sys.modules["torch"].cuda
-        if cuda.is_current_stream_capturing():
+        if self._captures():
             return None
+        cuda = sys.modules["torch"].cuda
         event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
         event.record(cuda.current_stream(device))
         return event
@@ -91,15 +91,23 @@ class EndTimes:
     def end(self, index: int, t_s: float, event: Any, changed: int) -> IterationEnd:
         """An iteration has ended; `changed` is another number whenever iterations are others."""
         ended = IterationEnd(index, t_s, event, self._epoch + changed)
+        if self._captures():  # what ends here runs each time that the graph is played
+            self.begin_anew()
+            return ended
         self._pending.append(ended)
         self._harvest()
         return ended
 
+    def _captures(self) -> bool:
+        """The program captures its operations into a CUDA graph now."""
+        cuda = sys.modules["torch"].cuda if self.device is not None else None
+        return cuda is not None and bool(cuda.is_current_stream_capturing())
+
     def _harvest(self) -> None:
         """Turn pairs of passed iteration ends into times.
 
-        Only here, in the program's own thread and never in another one: asking after an event
-        breaks a CUDA graph that the program captures at that moment. One pair at each iteration
+        Only here, in the program's own thread and never in another one, and not while it captures
+        a CUDA graph: asking after an event breaks that. One pair at each iteration
         end keeps up; the second catches up.
         """
         for _ in range(2):

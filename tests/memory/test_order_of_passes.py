@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -159,3 +160,30 @@ def test_a_trial_holds_nothing_in_the_next_pass() -> None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
     assert tried
+
+
+def test_a_step_of_another_training_does_not_cut_a_pass_in_two() -> None:
+    """It trains in a thread of its own, and steps at any moment."""
+    net, others = network(), network()
+    mine, theirs = (torch.optim.SGD(model.parameters(), lr=1e-3) for model in (net, others))
+    for parameter in others.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    with Swapper(
+        SteadyStandIn(), budget_bytes=5 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        for number in range(24):
+            x = torch.randn(ROWS, WIDTH)
+            for place, layer in enumerate(net):
+                x = layer(x)
+                if place == number % 5:
+                    thread = threading.Thread(target=theirs.step)
+                    thread.start()
+                    thread.join()
+            x.square().mean().backward()
+            mine.step()
+            mine.zero_grad()
+        report = swapper.report()
+        assert len(swapper.records()) == 1
+    assert report.planned > 15
+    assert report.deviations == 0

@@ -357,6 +357,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._deviations.forget()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.hooks.in_thread and torch_internals.current_graph_task() == -1:
+            return  # another training, whose steps do not end passes of this one
         self._steps += 1
         self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None

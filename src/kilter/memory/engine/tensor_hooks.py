@@ -79,6 +79,11 @@ class TensorHooks:
         """The thread in which they stood has ended, and they with it."""
         return self._thread is not None and not self._thread.is_alive()
 
+    @property
+    def in_thread(self) -> bool:
+        """This is the thread in which they stand."""
+        return self._thread is threading.current_thread()
+
     def enter(self) -> None:
         """In this thread, from here on."""
         self._thread = threading.current_thread()

@@ -105,6 +105,18 @@ def test_where_every_plan_has_failed_none_is_begun_with() -> None:
     assert order.plan([]) is None
 
 
+def test_a_pass_that_nobody_saw_is_taken_for_the_one_that_came_there_before() -> None:
+    order, training = PassOrder(), plan(1, 2, 3)
+    for _ in range(4):  # an evaluation after each training, and no plan for it
+        order.pass_ended(training, training.events, 3)
+        order.pass_ended(training, (1, 2), 2)
+    for _ in range(4):
+        assert order.plan([training]) is training
+        order.pass_ended(training, training.events, 3)
+        assert order.plan([training]) is None
+        order.pass_unseen()
+
+
 def test_passes_that_cannot_be_planned_are_seldom_watched_beside_others_that_can() -> None:
     """Both begin alike. In one of them the program holds all that it saves. (Watching a pass makes
     the device pause at each event.)"""

@@ -561,7 +561,27 @@ class Subclassing(Block):
         return scaled.as_subclass(Tagged).as_subclass(Tensor)
 
 
+class Experts(Block):
+    """Puts its rows into another order, and back by the inverse of that, as mixtures of experts do.
+    The vector for the inverse has `spare` more elements, which nobody sets or reads."""
+
+    spare = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        rows = self.two(x).flatten(0, 1)
+        order = rows[:, 0].detach().argsort()
+        back = torch.empty(len(order) + self.spare, dtype=torch.int64)
+        back[order] = torch.arange(len(order))
+        return x + self.mlp(rows[order])[back[: len(order)]].view_as(x)
+
+
+class Spared(Experts):
+    spare = 2
+
+
 PROGRAMS: dict[str, tuple[Make, str | None]] = {
+    "experts": (lambda: Language(Experts), "Experts"),
+    "memory that is not all set": (lambda: Language(Spared), None),
     "attributes": (lambda: Language(Counting), "Counting"),
     "random": (lambda: Language(Drawing), "Drawing"),
     "statistics": (lambda: Language(Normed), "Normed"),

@@ -649,7 +649,10 @@ class Swapper(AbstractContextManager["Swapper"]):
             if record.whole:
                 events = record.events
                 self._file(self._watch, record)
-        self._order.pass_ended(self._begun, events, self._at.event)
+        if self._begun is None and self._watch is None:
+            self._order.pass_unseen()
+        else:
+            self._order.pass_ended(self._begun, events, self._at.event)
         self._watch = None
         self._follow(None)
 

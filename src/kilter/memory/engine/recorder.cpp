@@ -38,7 +38,7 @@ struct Foreign : std::runtime_error {
 struct Rules {
   std::string name, ends;
   PyObject* text;  // the name; never freed
-  bool looks, refused, unordered, random, memory, fills, norm;
+  bool looks, refused, unordered, random, memory, fills, puts, norm;
   std::vector<size_t> writes;
 };
 
@@ -413,6 +413,16 @@ class Recorder {
     return step;
   }
 
+  // `_puts_all` of recording.py.
+  static bool puts_all(const Step& step) {
+    const auto& [target, indices] = std::tie(step.arguments[0], step.arguments[1]);
+    if (target.kind != Kind::One || indices.refs.size() != 1 || step.arguments[3].constant.toBool())
+      return false;
+    const Ref& index = indices.refs[0];
+    return index.storage >= 0 && index.dtype == at::kLong && index.size.size() == 1 &&
+           index.size == target.refs[0].size;
+  }
+
   // What was not set may only be set as a whole now.
   void fill(const Rules& rules, const Step& step) {
     std::set<int64_t> met(step.reads.begin(), step.reads.end());
@@ -420,7 +430,8 @@ class Recorder {
     for (const int64_t number : met) {
       const auto blank = blank_.find(number);
       if (blank == blank_.end()) continue;
-      const bool one = rules.fills && !step.arguments.empty() && step.arguments[0].kind == Kind::One;
+      const bool one = (rules.fills || (rules.puts && puts_all(step))) && !step.arguments.empty() &&
+                       step.arguments[0].kind == Kind::One;
       const Ref* target = one ? &step.arguments[0].refs[0] : nullptr;
       if (target == nullptr || target->storage != number || target->offset != 0 ||
           c10::multiply_integers(target->size) != blank->second)
@@ -524,6 +535,7 @@ const Rules* rules_of(const c10::OperatorHandle& operation) {
     rules->random = asked.attr("random").cast<bool>();
     rules->memory = asked.attr("memory").cast<bool>();
     rules->fills = asked.attr("fills").cast<bool>();
+    rules->puts = asked.attr("puts").cast<bool>();
     rules->norm = asked.attr("norm").cast<bool>();
     rules->writes = asked.attr("writes").cast<std::vector<size_t>>();
   }

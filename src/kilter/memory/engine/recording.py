@@ -34,6 +34,10 @@ _FILL = frozenset(
     {"fill_", "zero_", "copy_", "bernoulli_", "uniform_", "normal_", "random_", "exponential_"}
 )
 """They set all elements of the first argument, whatever those were."""
+_PUT = "index_put_"
+"""It sets all elements of a vector where it is given as many indices (the inverse of a permutation,
+by which mixtures of experts put their tokens back). Should one come twice, what the program reads
+of the vector is not determined without us either."""
 _BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _STATISTICS, _TRAINED = (3, 4), 5
 """These are the places of arguments of theirs. Trained, they update the statistics of the run,
@@ -112,6 +116,7 @@ class Rules(NamedTuple):
     unordered: bool
     memory: bool
     fills: bool
+    puts: bool
     norm: bool
 
 
@@ -127,7 +132,7 @@ def rules_of(operation: Any) -> Rules:
     schema = getattr(operation, "_schema", None)
     if schema is None:
         why, name = "an operation of higher order", str(operation)
-        return Rules(name, name, False, why, True, False, (), (), False, False, False, False)
+        return Rules(name, name, False, why, True, False, (), (), *(False,) * 5)
     namespace, _, name = schema.name.partition("::")
     positions, named, looks = [], [], False
     for position, argument in enumerate(schema.arguments):
@@ -154,6 +159,7 @@ def rules_of(operation: Any) -> Rules:
         unordered=name.removesuffix("_") in _UNORDERED,
         memory=name in _MEMORY,
         fills=name in _FILL,
+        puts=name == _PUT,
         norm=name in _BATCH_NORMS,
     )
 
@@ -404,7 +410,7 @@ class OperationRecorder(CallRecorder):
     def _fills(self, rules: Rules, refs: tuple[Any, ...], writes: set[int]) -> None:
         """What was not set may only be set as a whole now."""
         for number in self._blank & (self._reads | writes):
-            target = refs[0] if rules.fills and refs else None
+            target = refs[0] if refs and (rules.fills or (rules.puts and _puts_all(refs))) else None
             whole = (
                 type(target) is Ref
                 and target.storage == number
@@ -484,6 +490,16 @@ class OperationRecorder(CallRecorder):
             raise Foreign("the call has written to what it reads")
         layouts = [Ref.of(number, one) for number, one in zip(wanted, like, strict=False)]
         return _Steps(chosen[::-1], wanted, layouts), {n: self._given.get(n) for n in sorted(given)}
+
+
+def _puts_all(refs: Sequence[Any]) -> bool:
+    """`index_put_` of a vector is given as many indices as that has elements."""
+    target, indices, *_ = refs
+    accumulates = refs[3:4] == (True,)
+    if type(target) is not Ref or len(indices) != 1 or type(indices[0]) is not Ref or accumulates:
+        return False
+    index = indices[0]
+    return index.dtype is torch.int64 and len(target.size) == 1 and index.size == target.size
 
 
 def _elements(step: Step) -> int:

@@ -130,6 +130,14 @@ class PassOrder:
             known[events] = min(TRUSTED, known.get(events, 0) + 1)
         self._last = self._last[1], event if events is None else hash(events)
 
+    def pass_unseen(self) -> None:
+        """A pass without a plan has ended that was not watched. It is taken for the one that came
+        at this place most often."""
+        known = self._fits.get(self._last, {})
+        usual = max(known, key=known.__getitem__, default=None)
+        seen = usual is not None and known[usual] > 0
+        self._last = self._last[1], hash(usual) if seen else 0
+
 
 def described(tensor: torch.Tensor) -> str:
     """What made a tensor, its shape and its type, for people."""

@@ -87,13 +87,13 @@ SMALL_VISION = {"hidden_size", "num_hidden_layers", "num_attention_heads", "inte
 def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
     """The architecture, with so many layers where its configuration says how many there are."""
     torch.manual_seed(0)
+    sizes = SMALL if layers is None else SMALL | dict.fromkeys(LAYERS, layers)
     of_kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
     if family == "AutoModelForImageClassification":
         config = of_kind(num_labels=5)
         for key in SMALL_VISION:
             if isinstance(getattr(config, key, None), int):
-                deep = layers is not None and key in LAYERS
-                setattr(config, key, layers if deep else SMALL[key])
+                setattr(config, key, sizes[key])
         for key, value in (("image_size", 32), ("patch_size", 8)):
             if isinstance(getattr(config, key, None), int):
                 setattr(config, key, value)
@@ -104,11 +104,10 @@ def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
         )  # fmt: skip
     else:
         config = of_kind()
-        for key, value in SMALL.items():
+        for key, value in sizes.items():
             if hasattr(config, key) or key == "decoder_start_token_id":
                 with suppress(AttributeError, ValueError, TypeError):  # derived from another one
-                    deep = layers is not None and key in LAYERS
-                    setattr(config, key, layers if deep else copy.deepcopy(value))
+                    setattr(config, key, copy.deepcopy(value))
     return getattr(transformers, family).from_config(config)
 
 

@@ -6,7 +6,6 @@ iterations without the engine, with whose time and peak every later plan is comp
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ class BudgetInForce:
 class PlainIterations:
     """Lets some iterations run without the engine. They fit, since the watched ones did.
 
-    Used in the thread that makes it, since the engine's hooks on saved tensors belong to a thread.
+    Used in the thread of the engine's hooks on saved tensors, which belong to a thread.
     """
 
     def __init__(
@@ -79,16 +78,10 @@ class PlainIterations:
         self._device = device
         self._cuda = cuda
         self._times = times
-        self._thread = threading.get_ident()
         self._left: int | None = None
         """So many are still to come; None: not begun."""
         self.peak_bytes = 0
         """As the allocator has seen it; 0: not measured."""
-
-    @property
-    def in_thread(self) -> bool:
-        """This is the thread in which the engine has its hooks."""
-        return self._thread == threading.get_ident()
 
     def over(self) -> bool:
         """At the end of an iteration: whether they have run, or cannot begin now because the
@@ -96,7 +89,7 @@ class PlainIterations:
         from kilter.memory.engine.saved_hooks import innermost_are_ours
 
         if self._left is None:
-            if not (self.in_thread and innermost_are_ours()):
+            if not (self._swapper.hooks.in_thread and innermost_are_ours()):
                 return True
             self._left = PLAIN
             self._swapper.hooks.exit()
@@ -105,7 +98,7 @@ class PlainIterations:
             return False
         if self._left == 0:
             return True
-        if not self.in_thread:
+        if not self._swapper.hooks.in_thread:
             return False  # an iteration of another thread, which has no hooks to put back
         self._times.was_plain()
         self._left -= 1

@@ -149,13 +149,13 @@ class GovernedJob:
         thread goes on in the background, nothing is removed."""
         self._peak.script_ended()
         self._compiled.close()
-        if self._plain.in_thread:
+        if self._swapper.hooks.in_thread:
             self._plain.end()
         if self._choice is not None:
             self._choice.close()
         if self._building is not None:
             self._building.cancel()
-        if self._plain.in_thread or self._swapper.hooks.thread_ended:
+        if self._swapper.hooks.in_thread or self._swapper.hooks.thread_ended:
             if self._policy is not None:
                 self._policy.close()
             self._swapper.__exit__(None, None, None)
@@ -233,7 +233,7 @@ class GovernedJob:
     def _choose(self) -> None:
         """Single operations or calls of modules."""
         choice = self._choice
-        if choice is not None and not choice.decided and self._plain.in_thread:
+        if choice is not None and not choice.decided and self._swapper.hooks.in_thread:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")

@@ -100,15 +100,16 @@ class EndTimes:
 
     def _captures(self) -> bool:
         """The program captures its operations into a CUDA graph now."""
-        cuda = sys.modules["torch"].cuda if self.device is not None else None
-        return cuda is not None and bool(cuda.is_current_stream_capturing())
+        if self.device is None:
+            return False
+        return bool(sys.modules["torch"].cuda.is_current_stream_capturing())
 
     def _harvest(self) -> None:
         """Turn pairs of passed iteration ends into times.
 
         Only here, in the program's own thread and never in another one, and not while it captures
-        a CUDA graph: asking after an event breaks that. One pair at each iteration
-        end keeps up; the second catches up.
+        a CUDA graph: asking after an event breaks that. One pair at each iteration end keeps up;
+        the second catches up.
         """
         for _ in range(2):
             if len(self._pending) < 2:

@@ -32,7 +32,7 @@ from kilter.core.events import Fitted, Moved, Started
 from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, MemoryBudget, MoveData, Plan
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
-from kilter.core.units import GIB, MIB, show_bytes, show_time
+from kilter.core.units import GIB, MIB, show_bytes, show_fraction, show_time
 
 FITTED = Fitted(
     t_s=2.0,
@@ -222,6 +222,10 @@ RECORDS = st.fixed_dictionaries(
         "consumed": st.sampled_from((0, 0, 2)),
         "spilled": st.sampled_from((0, 4)),
         "in_force": st.sampled_from(((), (0,), (1,), (0, 1))),
+        "plain_iteration_s": st.sampled_from((None, 0.2, 0.5)),
+        "planned_iterations": st.sampled_from((10, 60)),
+        "other_iterations": st.sampled_from((0, 2, 3, 15)),
+        "other_iteration_s": st.just(0.7),
     }
 )
 PLANS = st.lists(
@@ -307,6 +311,20 @@ def met(match: re.Match[str], found: Json) -> bool:
     )
 
 
+def iteration_times(match: re.Match[str], found: Json) -> bool:
+    """Plain iterations are compared with those that do the same; the others are told of if there
+    are some."""
+    before_s, after_s = found["iteration_before_s"], found["iteration_s"]
+    alike = before_s is not None and after_s >= 0.9 * before_s
+    others, planned = found["other_iterations"], found["planned_iterations"]
+    share = others / (others + planned)
+    told = (None, None)
+    if others >= 3 and share >= 0.05:
+        told = (show_time(found["other_iteration_s"]), show_fraction(share))
+    before = show_time(before_s) if alike else None
+    return match.groups() == (before, show_time(after_s), *told)
+
+
 def of_kind(match: re.Match[str], found: Json) -> bool:
     """The words of a kind of pass are those of a plan in force."""
     one = len(found["in_force"]) == 1
@@ -329,7 +347,7 @@ def counts(match: re.Match[str], found: Json) -> bool:
 
 
 LABELLED = r" \[(?:measured|simulated)\]"
-CHANGE = r"(?:, iteration [+-]?[\d.]+ %)?"
+CHANGE = r"(?:, iteration [+-]?[\d.]+ %(?: under a plan, [\d.]+ % of iterations without one)?)?"
 GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
     (rf"memory: no budget \((.*)\); peak ({SIZE}), (?:{MOVED_WORDS}){LABELLED}", no_budget),
     (
@@ -340,7 +358,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         rf"memory: ({SIZE}) cannot be met(?:, ({SIZE}) is the least that is possible)?"
         rf"(?:; the best plan takes ({SIZE}) of ({SIZE})({CHANGE})"
         rf"|; passes of other kinds take up to ({SIZE})"
-        rf"|(; data were offloaded on demand)?(?:; passes take up to ({SIZE}) of ({SIZE}))?)"
+        rf"|(; tensors were offloaded on demand)?(?:; passes take up to ({SIZE}) of ({SIZE}))?)"
         rf"{LABELLED}",
         unmet,
     ),
@@ -368,9 +386,10 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         more,
     ),
     (
-        rf"time: iteration ({SIZE}|[\d.]+ \w+){LABELLED}"
+        rf"time: iteration (?:([\d.]+ \w+) -> )?([\d.]+ \w+){LABELLED}"
+        rf"(?:; ([\d.]+ \w+) where a pass has no plan, ([\d.]+ %) of iterations{LABELLED})?"
         rf"(?:; forward and backward .* \(.*\), bound .*{LABELLED})?",
-        lambda match, found: match[1] == show_time(found["iteration_s"]),
+        iteration_times,
     ),
     (
         r"beyond the plan: [\d.]+ \w+ an iteration .*",
@@ -415,6 +434,21 @@ def test_a_peak_above_the_budget_is_not_hidden() -> None:
     assert "OVER the budget of 30.0 GiB" in headline(memory)
 
 
+def test_iterations_without_a_plan_are_not_hidden_behind_those_with_one() -> None:
+    counts = {"planned_iterations": 70, "other_iterations": 10, "other_iteration_s": 0.4}
+    memory = changed({"iteration_s": 0.05, "plain_iteration_s": 0.05, **counts})
+    said = ", iteration +0.0 % under a plan, 12.5 % of iterations without one [measured]"
+    assert headline(memory).endswith(said)
+    assert "400 ms where a pass has no plan, 12.5 % of iterations" in text(memory)
+
+
+def test_iterations_that_did_more_are_compared_with_no_others() -> None:
+    """Evaluation ran in most of those before the plan."""
+    memory = changed({"iteration_s": 0.04, "plain_iteration_s": 0.13})
+    assert "iteration -" not in text(memory)
+    assert "time: iteration 40 ms" in text(memory)
+
+
 def test_a_higher_peak_before_the_plans_is_told() -> None:
     assert "highest peak: 31.0 GiB in passes before" in text(changed({"most_bytes": 31 * GIB}))
     assert "highest peak" not in text(changed({"most_bytes": 29 * GIB}))
@@ -431,7 +465,7 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
     assert memory.feasible is False
     assert headline(memory) == (
         "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
-        "data were offloaded on demand [measured]"
+        "tensors were offloaded on demand [measured]"
     )
 
 
@@ -676,5 +710,6 @@ def test_an_older_run_opens_and_its_report_has_the_keys_of_before(tmp_path: Path
         *("recomputed", "kept", "passes", "planned", "deviations", "late", "spilled", "waited_s"),
         *("hastened", "remade", "out_bytes", "in_bytes", "consumed", "state", "plans"),
         *("in_force", "ranks", "compiled", "recompute_choice", "own_checkpointing", "at_peak"),
+        *("planned_iterations", "other_iterations", "other_iteration_s"),
     }
     assert found["refused"][0]["code"] is None

@@ -689,7 +689,13 @@ LEAVING: dict[str, tuple[Callable[[Leaving], object], bool, bool]] = {
         True,
     ),
     "no recipe was read": (lambda one: setattr(one.saved, "recipe", None), False, False),
-    "it was copied": (lambda one: one.engine._store.offload_unplanned(one.saved), True, True),
+    "it was evicted": (
+        lambda one: (
+            one.engine._store.offload_unplanned(one.saved) and one.engine._store.evict(one.saved)
+        ),
+        True,
+        True,
+    ),
 }
 """What is done before, whether the library sees to it, and whether it leaves."""
 

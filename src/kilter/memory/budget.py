@@ -26,9 +26,9 @@ SEEN_PASSES = 2
 """After so many passes of one kind its peak is known: the first creates gradients and state."""
 UNTRIED = 6
 """A share is taken after so many iteration ends, even if recipes were not tried yet."""
-PLAIN = 4
-"""So many iterations are timed without the engine, where the budget is a share of the plain
-peak."""
+PLAIN = 5
+"""So many iterations are timed without the engine, where the budget is a share of the plain peak.
+An odd number, so that the median is one of them where some do more than others."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 LEAST_ROOM = 1.003

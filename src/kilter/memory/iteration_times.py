@@ -28,6 +28,10 @@ class IterationTimes:
         """Iterations with everything kept, and without the engine, took these."""
         self.planned_s: deque[float] = deque(maxlen=512)
         """Iterations that were under a plan from their begin to their end took these."""
+        self.others_s: deque[float] = deque(maxlen=512)
+        """Iterations since then whose last pass was not under a plan took these."""
+        self.counts = {"planned": 0, "others": 0}
+        """So many were timed of both, since plans are of this sort."""
         self._left = PATIENCE
 
     def was_plain(self) -> None:
@@ -38,11 +42,14 @@ class IterationTimes:
         """Whether a plan is in force at this iteration end."""
         if now and self._was_planned:
             self._durations_s[self.index] = self.planned_s
+        elif not now and self.planned_s:
+            self._durations_s[self.index] = self.others_s
         self._was_planned = now
 
     def begin_plan(self) -> None:
         """Iterations from here on run under plans of another sort: they are timed on their own."""
-        self.planned_s = deque(maxlen=self.planned_s.maxlen)
+        self.planned_s, self.others_s = deque(maxlen=512), deque(maxlen=512)
+        self.counts = dict.fromkeys(self.counts, 0)
         self._was_planned = False
         self._left = PATIENCE
 
@@ -61,6 +68,8 @@ class IterationTimes:
             durations_s = self._durations_s.pop(iteration.index, None)
             if durations_s is not None and not disturbed(iteration):
                 durations_s.append(iteration.duration_s)
+                self.counts["planned"] += durations_s is self.planned_s
+                self.counts["others"] += durations_s is self.others_s
 
 
 def median_s(durations_s: deque[float]) -> float | None:

@@ -30,6 +30,10 @@ MOST_KINDS = 4
 """So many kinds of passes get a line of their own."""
 BEYOND = 0.1
 """What takes longer than planned by more than this share of an iteration is said."""
+UNLIKE = 0.1
+"""A plan makes no iteration shorter by so much: those before it did more."""
+MIN_OTHERS, SOME = 3, 0.05
+"""Iterations without a plan are told of if there are so many of them, and this share of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +119,21 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def slowdown(self) -> float | None:
         """Measured: iterations under the plan against the plain ones. Not on a stand-in, where the
-        CPU that computes also copies and spoils."""
+        CPU that computes also copies and spoils, and not where the plain ones took far longer:
+        then they did more than those under the plan (evaluation in between)."""
         record = self.record
         if record.backend == "stand-in" or not record.iteration_s or not record.plain_iteration_s:
             return None
-        return record.iteration_s / record.plain_iteration_s - 1.0
+        change = record.iteration_s / record.plain_iteration_s - 1.0
+        return None if change < -UNLIKE else change
+
+    @property
+    def unplanned_share(self) -> float:
+        """Of the iterations since a plan came into force, those in which a pass was not under a
+        plan; 0 where they are few."""
+        others, planned = self.record.other_iterations, self.record.planned_iterations
+        share = others / max(1, others + planned)
+        return share if others >= MIN_OTHERS and share >= SOME else 0.0
 
     @property
     def pass_slowdown(self) -> float | None:
@@ -290,7 +304,7 @@ def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
         if (record.least_bytes or 0) <= after <= (record.plain_peak_bytes or 0):
             return f"{text}; the best plan takes {show_bytes(after)} of {before}{_slower(memory)}"
         return f"{text}; passes of other kinds take up to {show_bytes(after)}"
-    did = "; data were offloaded on demand" if record.spilled else ""
+    did = "; tensors were offloaded on demand" if record.spilled else ""
     if after is not None:
         did += f"; passes take up to {show_bytes(after)} of {before}"
     return f"{text}{did}"
@@ -299,7 +313,11 @@ def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
 def _slower(memory: MemoryReport) -> str:
     if memory.slowdown is None:
         return ""
-    return f", iteration {show_fraction(memory.slowdown, signed=True)}"
+    slower = f", iteration {show_fraction(memory.slowdown, signed=True)}"
+    if memory.unplanned_share:
+        share = show_fraction(memory.unplanned_share)
+        return f"{slower} under a plan, {share} of iterations without one"
+    return slower
 
 
 def details(memory: MemoryReport) -> list[tuple[str, str]]:
@@ -388,10 +406,14 @@ def _time(memory: MemoryReport) -> str:
     parts = []
     if record.iteration_s is not None and record.backend != "stand-in":
         before = ""
-        if record.plain_iteration_s is not None:
+        if memory.slowdown is not None:
             before = f"{show_time(record.plain_iteration_s)} -> "
         after = show_time(record.iteration_s)
         parts.append(f"iteration {before}{after} [{memory.label.value}]")
+        if memory.unplanned_share:
+            share = show_fraction(memory.unplanned_share)
+            took = show_time(record.other_iteration_s)
+            parts.append(f"{took} where a pass has no plan, {share} of iterations [measured]")
     if memory.plan is not None and not record.own_checkpointing:
         bound = "" if record.bound_s is None else f", bound {show_time(record.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)
@@ -405,7 +427,8 @@ def _time(memory: MemoryReport) -> str:
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     """What an iteration takes longer than the plan accounts for, where that is a lot."""
     record, plan = memory.record, memory.plan
-    before_s, after_s = record.plain_iteration_s, record.iteration_s
+    before_s = record.plain_iteration_s if memory.slowdown is not None else None
+    after_s = record.iteration_s
     if record.backend == "stand-in" or plan is None or after_s is None or record.own_checkpointing:
         return []
     if before_s is None:

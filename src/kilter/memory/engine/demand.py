@@ -1,18 +1,32 @@
-"""Offloading on demand: without a plan, data are offloaded as soon as the budget is reached."""
+"""Offloading on demand: what has no plan leaves as soon as the budget is reached.
+
+Backward uses saved tensors about in reverse, so the oldest leave first, as they are needed last
+(Belady: A study of replacement algorithms for a virtual-storage computer, 1966), and come back
+before they are used, the latest first. Copies to the host start a little below the level at which
+memory has to be freed, so that operations need not wait for them.
+"""
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
+from collections import deque
+
+import torch
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
-from kilter.memory.engine.store import Saved, Store
+from kilter.memory.engine.store import EVICTED, PREFETCHING, Saved, Store
 
 UNSEEN_SHARE = 0.6
 """Above this share of the budget tensors are offloaded in the first pass. The rest is for tensors
 that cannot be offloaded and have not been seen yet (the logits of a language model are often the
 largest)."""
+EARLY_SHARE = 1 / 16
+"""Copies start this share of the budget below the level at which tensors are evicted."""
+
+Reference = weakref.ref[Saved]
 
 
 class Demand:
@@ -23,53 +37,163 @@ class Demand:
         self._store = store
         self._surge_bytes: int | None = None
         """How far a pass went above the level; None before the first pass has ended."""
-        self.chosen: list[weakref.ref[Saved]] = []
-        """These tensors are offloaded as soon as the program holds them no longer. It is always
-        this list."""
+        self.lent: list[Reference] = []
+        """Backward has used these in a graph that it retains, and needs them again last of all. It
+        is always this list."""
+        self._resident: list[Reference] = []
+        """These were saved without a plan, the oldest first."""
+        self._leaving: deque[Reference] = deque()
+        """They are being copied to the host, and are still on the device."""
+        self._left: dict[int, Reference] = {}
+        """They were evicted, by number; some have come back since."""
+        self._numbers: list[int] = []
+        """The same numbers, in order."""
+        self.number = 0
+        """The next tensor that is saved without a plan has this number in its pass."""
         self.spilled = 0
         self.refused: dict[str, Reason] = {}
         """It has the first reason of each code."""
 
     def begin(self) -> None:
         """A pass begins."""
-        self.chosen.clear()
+        self.lent.clear()
+        self._resident.clear()
+        self._leaving.clear()
+        self._left.clear()
+        self._numbers.clear()
+        self.number = 0
+
+    def take_over(self, several: list[Saved]) -> None:
+        """The pass has departed from its plan, under which these tensors were saved."""
+        for saved in several:
+            self.number = max(self.number, saved.number + 1)
+            if saved.state == EVICTED:
+                self._note_left(saved)
+            else:
+                self._resident.append(saved.itself)
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
         """A pass was watched to its end."""
         over_bytes = peak_bytes - self.offload_above_bytes(budget_bytes)
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
-    def saved(self, saved: Saved, budget_bytes: int) -> bool:
-        """If the budget is reached, this tensor is offloaded at a later event."""
-        used_bytes = self._backend.used_bytes()
-        if used_bytes is None:
-            store = self._store
-            over = store.counts.held_bytes + store.counts.beside_bytes > budget_bytes
-        else:
-            over = used_bytes > self.offload_above_bytes(budget_bytes)
+    def saved(self, saved: Saved) -> None:
+        """A tensor was saved without a plan."""
+        self.number = max(self.number, saved.number + 1)
+        self._resident.append(saved.itself)
+
+    def lend(self, saved: Saved, budget_bytes: int) -> bool:
+        """A tensor was handed out in a backward that retains its graph. It leaves again if another
+        one as large would reach the budget; whether that is so."""
+        over = self._over_bytes(budget_bytes) + saved.size_bytes > 0
         if over:
-            self.chosen.append(weakref.ref(saved))
+            self.lent.append(saved.itself)
         return over
 
-    def event(self) -> None:
-        """Offload the chosen tensors that nothing else uses; the others wait for a later event."""
-        if not self.chosen:
-            return
-        still = []
-        for reference in self.chosen:
+    def before_save(self, budget_bytes: int) -> None:
+        """Where the budget is reached, start to copy what nothing else uses, and evict it; what is
+        held by the program waits for a later event."""
+        if self._resident or self.lent or self._leaving:
+            over_bytes = self._over_bytes(budget_bytes)
+            lacking_bytes = over_bytes + int(EARLY_SHARE * budget_bytes) - self._leaving_bytes
+            for candidates in (self.lent, self._resident):
+                lacking_bytes = self._start(candidates, lacking_bytes)
+            if lacking_bytes > 0:
+                self._resident += self._come_back()
+            self._evict(over_bytes)
+
+    def before_use(self, budget_bytes: int, missing_bytes: int) -> None:
+        """Evict what is lent if so many bytes more, which backward needs, would reach the budget.
+        Everything else will be needed sooner."""
+        if self.lent or self._leaving:
+            over_bytes = self._over_bytes(budget_bytes) + missing_bytes
+            self._start(self.lent, over_bytes - self._leaving_bytes)
+            self._evict(over_bytes)
+
+    def used(self, saved: Saved, budget_bytes: int) -> None:
+        """Backward has been given this tensor: fetch those that it will ask for next, as far as
+        there is room for them."""
+        if not self._numbers or torch.is_grad_enabled():
+            return  # a graph of backward itself is recorded: what it saves needs the room
+        room_bytes = -self._over_bytes(budget_bytes)
+        for number in reversed(self._numbers[: bisect_left(self._numbers, saved.number)]):
+            before = self._left[number]()
+            if before is not None and before.state == EVICTED and before.host is not None:
+                room_bytes -= before.size_bytes
+                if room_bytes < 0:
+                    return
+                self._store.prefetch(before)
+            elif before is None or before.state != PREFETCHING:
+                self._forget(number)
+
+    @property
+    def _leaving_bytes(self) -> int:
+        leaving = (reference() for reference in self._leaving)
+        return sum(saved.size_bytes for saved in leaving if saved is not None)
+
+    def _start(self, candidates: list[Reference], lacking_bytes: int) -> int:
+        """Start to copy so much of these; what is lacking still."""
+        waiting: list[Reference] = []
+        for at, reference in enumerate(candidates):
+            if lacking_bytes <= 0:
+                waiting += candidates[at:]
+                break
             saved = reference()
             if saved is None or not self._store.pending(saved):
                 continue
             try:
-                left = self._store.offload_unplanned(saved)
+                leaves = self._store.offload_unplanned(saved)
             except HostMemoryError as error:
                 reason = messages.of_error(error)
                 self.refused.setdefault(reason.code, reason)
                 continue
-            self.spilled += left
-            if not left:
-                still.append(reference)
-        self.chosen[:] = still
+            if leaves:
+                self._leaving.append(reference)
+                lacking_bytes -= saved.size_bytes
+            else:
+                waiting.append(reference)
+        candidates[:] = waiting
+        return lacking_bytes
+
+    def _come_back(self) -> list[Reference]:
+        """Those that were fetched and not used: they may leave again."""
+        found = []
+        for number in tuple(self._numbers):
+            saved = self._left[number]()
+            if saved is None or saved.state != EVICTED:
+                self._forget(number)
+            if saved is not None and saved.state == PREFETCHING:
+                self._store.fetch(saved)
+            if saved is not None and self._store.pending(saved):
+                found.append(saved.itself)
+        return found
+
+    def _evict(self, over_bytes: int) -> None:
+        while over_bytes > 0 and self._leaving:
+            saved = self._leaving.popleft()()
+            if saved is None:
+                continue
+            self._store.evict(saved)
+            if saved.state == EVICTED:
+                self.spilled += 1
+                over_bytes -= saved.size_bytes
+                self._note_left(saved)
+
+    def _note_left(self, saved: Saved) -> None:
+        if saved.number not in self._left:
+            insort(self._numbers, saved.number)
+        self._left[saved.number] = saved.itself
+
+    def _forget(self, number: int) -> None:
+        del self._left[number], self._numbers[bisect_left(self._numbers, number)]
+
+    def _over_bytes(self, budget_bytes: int) -> int:
+        """So much more is in use than the level above which tensors are offloaded."""
+        used_bytes = self._backend.used_bytes()
+        if used_bytes is None:
+            counts = self._store.counts
+            return counts.held_bytes + counts.beside_bytes - budget_bytes
+        return used_bytes - self.offload_above_bytes(budget_bytes)
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """Bytes in use above which tensors are offloaded. `peak_bytes` is the peak of the first

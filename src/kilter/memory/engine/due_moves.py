@@ -46,6 +46,11 @@ class DueMoves:
         reference = self.by_number.get(number)
         return None if reference is None else reference()
 
+    def alive(self) -> list[Saved]:
+        """All that are followed and autograd may still ask for, in order."""
+        found = (self.followed(number) for number in sorted(self.by_number))
+        return [saved for saved in found if saved is not None]
+
     def carry_out(self, planned: Ready, due: Due) -> None:
         """Issue what is due at one event."""
         store = self._store

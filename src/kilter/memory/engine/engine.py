@@ -414,13 +414,13 @@ class Swapper(AbstractContextManager["Swapper"]):
         saved = store.find(tensor, key, within)
         if watch is not None:
             watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
-        self._demand.event()
+        self._demand.before_save(self.budget_bytes)
         if saved is None:
-            number = -1 if watch is None else watch.saved
+            number = self._demand.number if watch is None else watch.saved
             saved = store.save(tensor, size_bytes, key, within, number)
             if watch is not None:
                 watch.save(saved, tensor)
-            self._demand.saved(saved, self.budget_bytes)
+            self._demand.saved(saved)
         if watch is not None:
             watch.leave()
         return store.view(saved, tensor)
@@ -429,10 +429,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         """Backward needs a large tensor."""
         store = self._store
         view = type(packed) is View
+        missing_bytes = 0
         if view:
             saved = packed[0]
             now = saved.within is store.within()
             code = use_code(saved.number) if now else FOREIGN
+            missing_bytes = saved.size_bytes if saved.state == EVICTED else 0
         else:
             code = packed[3] if packed[4] is store.within() else FOREIGN
         planned = self._plan
@@ -444,19 +446,21 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._at.event += 1
                 if due is not None or self._overdue or self._measured:
                     self._issue(planned, due)
-                self._demand.event()  # of a graph that is retained
+                self._demand.before_use(self.budget_bytes, missing_bytes)  # of a retained graph
             if view and saved.state == EVICTED and saved.host is not None:
                 self._counts["late"] += 1
         else:
             if self._watch is not None:
                 self._watch.enter(code, used=True)
-            self._demand.event()
+            self._demand.before_use(self.budget_bytes, missing_bytes)
         if not view:
             tensor = whole(packed)
         elif torch_internals.graph_task_keeps_graph():
             tensor = self._lend(packed)
         else:
             tensor = store.hand_out(packed)
+        if planned is None and view and now:
+            self._demand.used(saved, self.budget_bytes)
         if self._watch is not None:
             if view and now:
                 self._watch.use(saved)
@@ -471,7 +475,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """Hand out a tensor in a backward that retains its graph. The tensor is offloaded again if
         the budget would be reached with another one as large."""
         tensor, saved = self._store.lend(view), view.saved
-        if self._demand.saved(saved, self.budget_bytes - saved.size_bytes) and self._deviated:
+        if self._demand.lend(saved, self.budget_bytes) and self._deviated:
             self._kinds.retain()
         return tensor
 
@@ -522,6 +526,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._collector.let_go()
         self._moves.overdue.clear()
         self._follow(None)
+        self._demand.take_over(self._moves.alive())
         if self._segments is not None:
             self._segments.dropped()
         self._deviated = True
@@ -568,7 +573,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
         if self._plan is not None and type(self._at) is Position:
-            waiting = self._overdue, self._demand.chosen
+            waiting = self._overdue, self._demand.lent
             found = self.hooks.use_library(self._moves.by_number, self._reader.read, *waiting)
             self._at = found or self._at
         self._follow(self._plan)

@@ -62,10 +62,10 @@ class Transfer:
 
     __slots__ = ("arrival", "departure", "host", "pooled")
 
-    def __init__(self, pooled: HostBlock | None = None) -> None:
+    def __init__(self) -> None:
         self.host: torch.Tensor | None = None
         """The bytes are there once `departure` has come."""
-        self.pooled = pooled
+        self.pooled: HostBlock | None = None
         """This host memory is given back when the tensor is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
@@ -419,18 +419,18 @@ class Store:
         return saved.state == RESIDENT and not saved.handed_out
 
     def offload_unplanned(self, saved: Saved) -> bool:
-        """Offload the tensor now, to host memory that is reserved for it, and evict it, if that is
-        allowed. `HostMemoryError` if there is no host memory."""
-        alias = saved.alias
+        """Start the copy to host memory that is reserved for the tensor, if it may be offloaded.
+        `HostMemoryError` if there is no host memory."""
+        alias, transfer = saved.alias, saved.transfer
         if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
             return False
-        if saved.transfer is None:
-            saved.transfer = Transfer(self.pool.take(saved.size_bytes))
-        elif saved.transfer.pooled is None:
-            saved.transfer.pooled = self.pool.take(saved.size_bytes)
-        assert saved.transfer.pooled is not None
-        self.offload(saved, saved.transfer.pooled.memory[: saved.size_bytes])
-        self.evict(saved)
+        if transfer is not None and transfer.departure is not None:
+            return True  # it is there already
+        if transfer is None:
+            transfer = saved.transfer = Transfer()
+        if transfer.pooled is None:
+            transfer.pooled = self.pool.take(saved.size_bytes)
+        self.offload(saved, transfer.pooled.memory[: saved.size_bytes])
         return True
 
     def reopen(self) -> None:
@@ -597,7 +597,7 @@ class Store:
         if saved.state == EVICTED:
             self.counts.evicted_bytes -= saved.size_bytes
         else:
-            if self._resident.get(saved.key) is saved.itself:
+            if self._resident.get(saved.key) is weakref.ref(saved):
                 del self._resident[saved.key]
             self.counts.held_bytes -= saved.size_bytes
             if transfer is not None:

@@ -1,0 +1,121 @@
+"""Without a plan the oldest tensors leave, early enough, and come back before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.plan.problem import Link
+
+LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+LAYERS, SIZE_BYTES = 12, 64 * 64 * 4
+BUDGET_BYTES = (LAYERS // 2) * SIZE_BYTES
+
+
+class Counted(CpuStandIn):
+    """Tells what saved tensors take, and remembers each copy and what waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__(spoil=True)
+        self.swapper: Swapper | None = None
+        self.begun: list[tuple[str, CopyEvent]] = []
+        self.at_once = 0
+        """So many copies to the device were waited for with no other one begun since."""
+        self.most_bytes = 0
+
+    def used_bytes(self) -> int:
+        assert self.swapper is not None
+        used_bytes = self.swapper._store.counts.held_bytes
+        self.most_bytes = max(self.most_bytes, used_bytes)
+        return used_bytes
+
+    def peak_bytes(self) -> int:
+        return self.used_bytes()
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:
+        event = super().copy_out(host, device)
+        self.begun.append(("out", event))
+        return event
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
+        event = super().copy_in(device, host)
+        self.begun.append(("in", event))
+        return event
+
+    def wait(self, event: CopyEvent) -> None:
+        self.at_once += bool(self.begun) and self.begun[-1] == ("in", event)
+        super().wait(event)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)))
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.square().mean() + slope.square().sum()).backward()
+
+
+def run(step: Callable[[nn.Module, torch.Tensor], None], passes: int) -> tuple[Counted, Swapper]:
+    """The gradients are those of a plain run. The last pass is the one that is told of."""
+    model, plain = net(), net()
+    backend = Counted()
+    swapper = backend.swapper = Swapper(
+        backend, budget_bytes=BUDGET_BYTES, link=LINK, min_bytes=SIZE_BYTES
+    )
+    swapper.may_plan = False
+    swapper._demand.learn(0, BUDGET_BYTES)  # nothing goes above the level
+    with swapper:
+        for i in range(passes):
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(i))
+            backend.begun.clear()
+            backend.at_once = backend.most_bytes = 0
+            for one in (model, plain):
+                one.zero_grad()
+            step(model, x)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                step(plain, x)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                if theirs.grad is None:
+                    assert ours.grad is None
+                else:
+                    assert torch.equal(ours.grad, theirs.grad)
+    return backend, swapper
+
+
+def test_only_what_the_budget_lacks_leaves_and_it_is_back_before_it_is_used() -> None:
+    backend, swapper = run(trained, passes=4)
+    out = [event for way, event in backend.begun if way == "out"]
+    back = [event for way, event in backend.begun if way == "in"]
+    # Each layer saves one tensor, as the program's input is; the last copies begin early.
+    assert LAYERS // 2 <= len(out) <= LAYERS // 2 + 3
+    assert 0 < len(back) <= len(out)
+    assert backend.at_once <= 1  # the one that is used last has none behind it
+    assert backend.most_bytes <= BUDGET_BYTES + SIZE_BYTES
+    assert swapper.report().spilled
+
+
+def test_a_graph_of_backward_itself_needs_the_room() -> None:
+    _, swapper = run(penalised, passes=4)
+    report = swapper.report()
+    assert report.spilled
+    assert report.in_bytes <= report.out_bytes  # nothing comes back only to leave again
+
+
+@pytest.mark.parametrize("passes", [1, 7])
+def test_tensors_that_nobody_uses_are_let_go(passes: int) -> None:
+    _, swapper = run(lambda model, x: model(x).detach(), passes)
+    assert swapper._store.counts.alive == 0
+    assert swapper.report().in_bytes == 0

@@ -1,0 +1,30 @@
+"""Iterations are timed by what they were: plain, under a plan, or with a pass that has none."""
+
+from __future__ import annotations
+
+from kilter.memory.iteration_times import IterationTimes
+from kilter.observe.end_times import Iteration
+
+
+def run(times: IterationTimes, plans: list[bool], duration_s: float) -> None:
+    """Iterations end, one after the other, with or without a plan in force."""
+    for now in plans:
+        times.index += 1
+        times.planned(now=now)
+        iteration = Iteration(index=times.index, end_s=0.0, duration_s=duration_s)
+        times.add([iteration], lambda _: False)
+
+
+def test_an_iteration_with_a_pass_that_has_no_plan_is_not_taken_for_one_under_a_plan() -> None:
+    times = IterationTimes()
+    run(times, [False, False, True], 9.0)  # they are watched, and the plan comes
+    run(times, [True, True], 1.0)
+    run(times, [False], 4.0)
+    run(times, [True], 2.0)  # whether it began under the plan is not known
+    run(times, [True], 1.0)
+    assert list(times.planned_s) == [1.0, 1.0, 1.0]
+    assert list(times.others_s) == [4.0]
+    assert times.counts == {"planned": 3, "others": 1}
+    times.begin_plan()
+    assert not times.others_s
+    assert times.counts == {"planned": 0, "others": 0}

@@ -73,7 +73,7 @@ class Demand:
                 self._resident.append(saved.itself)
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A pass was watched to its end."""
+        """A pass, or the rest of one that departed from its plan, had this peak."""
         over_bytes = peak_bytes - self.offload_above_bytes(budget_bytes)
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 

@@ -531,6 +531,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._segments.dropped()
         self._deviated = True
         self._counts["deviations"] += 1
+        peak_bytes = self._backend.peak_bytes()  # from here on
+        if self._measured and peak_bytes is not None:
+            self._kinds.counted(planned, peak_bytes)
         self._store.counts.beside_bytes = planned.beside_bytes[
             min(self._at.event, len(planned.events) - 1)
         ]
@@ -615,8 +618,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._open and self._plan is None and self._watch is None:
             peak_bytes = self._backend.peak_bytes()
             if peak_bytes is not None:
-                if not self._deviated:  # else it was under a plan at first
-                    self._demand.learn(peak_bytes, self.budget_bytes)
+                self._demand.learn(peak_bytes, self.budget_bytes)
                 self._kinds.counted(None, peak_bytes)
 
     def _end_pass(self) -> None:

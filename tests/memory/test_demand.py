@@ -10,6 +10,7 @@ from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.engine.host import IDLE_PASSES, HostPool
 from kilter.memory.plan.problem import Link
 
 LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
@@ -119,3 +120,21 @@ def test_tensors_that_nobody_uses_are_let_go(passes: int) -> None:
     _, swapper = run(lambda model, x: model(x).detach(), passes)
     assert swapper._store.counts.alive == 0
     assert swapper.report().in_bytes == 0
+
+
+def test_a_new_plan_takes_no_host_memory_from_passes_without_one() -> None:
+    """To reserve it again would stop the program."""
+    pool = HostPool(CpuStandIn())
+    blocks = [pool.take(SIZE_BYTES) for _ in range(3)]
+    for block in blocks:
+        pool.put(block)
+    for _ in range(IDLE_PASSES - 1):
+        pool.rest()
+    again = pool.take(SIZE_BYTES)
+    assert again in blocks
+    pool.put(again)
+    for _ in range(IDLE_PASSES - 1):
+        pool.rest()
+    assert pool.taken_bytes >= 3 * SIZE_BYTES
+    pool.rest()  # no pass has needed it for long
+    assert pool.taken_bytes == 0

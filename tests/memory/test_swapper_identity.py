@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.engine.host import IDLE_PASSES
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.problem import Link
 
@@ -607,7 +608,7 @@ def test_a_smaller_plan_keeps_working_when_a_larger_one_takes_the_host_memory() 
     def job(trail: Trail) -> Iterator[None]:
         net = nn.Sequential(*(Block() for _ in range(3)))
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-        for i in range(24):
+        for i in range(24 + IDLE_PASSES):
             step(optimizer, loss_of(net, 4, 16 if i < 10 or i % 2 else 48, WIDTH), trail)
             yield
 

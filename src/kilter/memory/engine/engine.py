@@ -639,6 +639,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._deviated = True
             else:
                 self._counts["planned"] += 1
+                self._store.pool.rest()
                 if waits is not None:
                     waits.over()
                     self._kinds.waited(planned, waits)

@@ -24,6 +24,9 @@ LARGER_BLOCK = 2
 """A block is used for a tensor of at least half its size. At the limit any larger block is used."""
 SPARE = 2
 """The pool takes at most so many times the most that was in use at one time."""
+IDLE_PASSES = 32
+"""What is free is given back after so many passes under a plan in a row. To take it again costs
+more than many passes, so the pool is kept where some passes have no plan."""
 
 
 def class_bytes(size_bytes: int) -> int:
@@ -51,10 +54,13 @@ class HostPool:
         """All blocks take this together."""
         self._used_bytes = 0
         self._most_used_bytes = 0
+        self._idle = 0
+        """So many passes have taken nothing, since one that has."""
 
     def take(self, size_bytes: int) -> HostBlock:
         """The smallest block that fits, new if need be. `HostMemoryError` if there is none."""
         block = self._smallest(size_bytes, LARGER_BLOCK * size_bytes) or self._new(size_bytes)
+        self._idle = 0
         self._used_bytes += block.size_bytes
         self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
         return block
@@ -63,6 +69,12 @@ class HostPool:
         """The tensor no longer needs the block; copies may still be under way."""
         self._used_bytes -= block.size_bytes
         self._free.append(block)
+
+    def rest(self) -> None:
+        """A pass has ended under a plan."""
+        self._idle += 1
+        if self._idle >= IDLE_PASSES and self._free:
+            self.empty()
 
     def empty(self) -> None:
         """Give back what no tensor uses."""

@@ -452,12 +452,16 @@ class PassKinds:
         return made
 
     def _make_room(self, total_bytes: int) -> None:
-        """Host memory of this size for the plan that is being made. What was offloaded without a
-        plan needs its host memory no more."""
-        self._store.pool.empty()
+        """Host memory of this size for the plan that is being made, if need be with what passes
+        without a plan have taken and do not use now."""
         before = self._arena.memory
+        in_use = self._store.counts.alive > 0
         try:
-            self._arena.grow(total_bytes, in_use=self._store.counts.alive > 0)
+            try:
+                self._arena.grow(total_bytes, in_use=in_use)
+            except HostMemoryError:
+                self._store.pool.empty()
+                self._arena.grow(total_bytes, in_use=in_use)
         finally:
             if self._arena.memory is not before:
                 for kind in self:

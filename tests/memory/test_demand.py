@@ -53,6 +53,20 @@ class Counted(CpuStandIn):
         super().wait(event)
 
 
+class Full(Counted):
+    """There is no memory for what comes back early: two attempts fail, and the one after them, when
+    the tensor is needed, does not."""
+
+    failed = 0
+
+    def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
+        if self.failed % 3 < 2:
+            self.failed += 1
+            raise torch.OutOfMemoryError("no room")
+        self.failed += 1
+        return super().alloc_like(host)
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(LAYERS)))
@@ -69,10 +83,12 @@ def penalised(model: nn.Module, x: torch.Tensor) -> None:
     (y.square().mean() + slope.square().sum()).backward()
 
 
-def run(step: Callable[[nn.Module, torch.Tensor], None], passes: int) -> tuple[Counted, Swapper]:
+def run(
+    step: Callable[[nn.Module, torch.Tensor], None], passes: int, backend: Counted | None = None
+) -> tuple[Counted, Swapper]:
     """The gradients are those of a plain run. The last pass is the one that is told of."""
     model, plain = net(), net()
-    backend = Counted()
+    backend = backend or Counted()
     swapper = backend.swapper = Swapper(
         backend, budget_bytes=BUDGET_BYTES, link=LINK, min_bytes=SIZE_BYTES
     )
@@ -106,6 +122,12 @@ def test_only_what_the_budget_lacks_leaves_and_it_is_back_before_it_is_used() ->
     assert backend.at_once <= 1  # the one that is used last has none behind it
     assert backend.most_bytes <= BUDGET_BYTES + SIZE_BYTES
     assert swapper.report().spilled
+
+
+def test_what_there_is_no_memory_for_comes_back_when_it_is_needed() -> None:
+    backend, swapper = run(trained, passes=4, backend=Full())
+    assert backend.failed > 3  # type: ignore[attr-defined]
+    assert swapper.report().in_bytes
 
 
 def test_a_graph_of_backward_itself_needs_the_room() -> None:

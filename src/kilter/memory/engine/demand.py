@@ -48,6 +48,8 @@ class Demand:
         """They were evicted, by number; some have come back since."""
         self._numbers: list[int] = []
         """The same numbers, in order."""
+        self._ahead: list[Reference] = []
+        """They come back, or have, before they are used."""
         self.number = 0
         """The next tensor that is saved without a plan has this number in its pass."""
         self.spilled = 0
@@ -61,6 +63,7 @@ class Demand:
         self._leaving.clear()
         self._left.clear()
         self._numbers.clear()
+        self._ahead.clear()
         self.number = 0
 
     def take_over(self, several: list[Saved]) -> None:
@@ -122,9 +125,12 @@ class Demand:
                 room_bytes -= before.size_bytes
                 if room_bytes < 0:
                     return
-                self._store.prefetch(before)
-            elif before is None or before.state != PREFETCHING:
-                self._forget(number)
+                try:
+                    self._store.prefetch(before)
+                except torch.OutOfMemoryError:
+                    return  # it is fetched when it is needed
+                self._ahead.append(before.itself)
+            self._forget(number)
 
     @property
     def _leaving_bytes(self) -> int:
@@ -157,15 +163,18 @@ class Demand:
 
     def _come_back(self) -> list[Reference]:
         """Those that were fetched and not used: they may leave again."""
-        found = []
-        for number in tuple(self._numbers):
-            saved = self._left[number]()
-            if saved is None or saved.state != EVICTED:
-                self._forget(number)
+        found = self._ahead[:]
+        self._ahead.clear()
+        if len(self._numbers) > self._store.counts.evicted:
+            for number in tuple(self._numbers):
+                saved = self._left[number]()
+                if saved is None or saved.state != EVICTED:
+                    found.append(self._left[number])
+                    self._forget(number)
+        for reference in found:
+            saved = reference()
             if saved is not None and saved.state == PREFETCHING:
                 self._store.fetch(saved)
-            if saved is not None and self._store.pending(saved):
-                found.append(saved.itself)
         return found
 
     def _evict(self, over_bytes: int) -> None:

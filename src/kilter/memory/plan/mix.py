@@ -80,30 +80,33 @@ def _search(
     problem: Problem, order: list[int], finest: int, below_s: float, rounds: int = 2
 ) -> tuple[Schedule, SimulatedPass] | None:
     """The best number of intervals to recompute, taken from the front of `order`; to within
-    `finest`. None if the budget is met, at a cost below `below_s`, with none of them. What could
-    not cost less even if it never waited for a transfer is not simulated."""
-    tried: dict[int, float] = {}
+    `finest`: roughly at first, then in `rounds`. None if the budget is met, at a cost below
+    `below_s`, with none of them. What could not cost less even if it never waited for a transfer is
+    not simulated."""
+    tried: dict[tuple[int, int], float] = {}
     best: tuple[Schedule, SimulatedPass] | None = None
     best_s = below_s
 
-    def time_at(count: int) -> float:
+    def time_at(count: int, rounds: int) -> float:
         nonlocal best, best_s
-        if count not in tried:
+        if (count, rounds) not in tried:
             recomputed = _needed(problem, order[:count])
             again_s = sum(problem.intervals[i].recompute_s or 0.0 for i in recomputed)
             left_s = best_s - problem.compute_s - again_s - _host_s(problem, recomputed)
             found = swap_rest(problem, recomputed, left_s, rounds) if left_s > 0 else None
-            tried[count] = inf if found is None else cost_s(problem, *found)
-            if tried[count] < best_s:
-                best, best_s = found, tried[count]
-        return tried[count]
+            tried[count, rounds] = inf if found is None else cost_s(problem, *found)
+            if tried[count, rounds] < best_s:
+                best, best_s = found, tried[count, rounds]
+        return tried[count, rounds]
 
     low, high = 0, len(order)
     step = max(1, len(order) // 8)
     while True:
+        last = step <= max(1, finest)
         counts = [*range(low, high, step), high]
-        around = min(counts, key=lambda count: (time_at(count), count))
-        if step <= max(1, finest):
+        thorough = rounds if last else 1
+        around = min(counts, key=lambda count: (time_at(count, thorough), count))
+        if last:
             return best
         low, high = max(0, around - step), min(len(order), around + step)
         step = max(1, finest, step // 4)

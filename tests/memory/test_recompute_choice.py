@@ -52,11 +52,13 @@ class Engine:
 
     stall_s: float = 0.0
     plan_s: float = 0.1
+    passes: int = 0
+    """None is counted: an iteration has one."""
 
     def report(self) -> Any:
         plan = SimpleNamespace(compute_s=0.08, peak_before_bytes=9, recomputed=200, swapped=0)
         plan.iteration_s, plan.stall_s = self.plan_s, self.stall_s
-        return SimpleNamespace(recomputed=self.recomputed, plans=(plan,))
+        return SimpleNamespace(recomputed=self.recomputed, plans=(plan,), passes=self.passes)
 
     budget_bytes: int = 47
 

@@ -66,14 +66,17 @@ class HostTime:
         return before_s
 
     def _measure(self, operations_s: float) -> bool:
-        """What recomputing took beyond the plan, by the largest pass with one: the host's time.
-        Whether it is worth counting."""
+        """What recomputing took beyond the plan, if all passes of an iteration are like the largest
+        one with a plan: the host's time. Whether it is worth counting."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
             return False
-        plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
-        beyond_s = max(0.0, operations_s - plain_s - (plan.iteration_s - plan.compute_s))
-        self.each_s = beyond_s / max(1, plan.recomputed + plan.swapped)
+        report = self._swapper.report()
+        plan = max(report.plans, key=lambda plan: plan.peak_before_bytes)
+        passes = max(1.0, report.passes / max(1, self._times.index))
+        planned_s = passes * (plan.iteration_s - plan.compute_s)
+        beyond_s = max(0.0, operations_s - plain_s - planned_s)
+        self.each_s = beyond_s / max(1.0, passes * (plan.recomputed + plan.swapped))
         little_s = (1.0 - FASTER) * operations_s
-        self.keeps_up = beyond_s + plan.stall_s <= little_s
+        self.keeps_up = beyond_s + passes * plan.stall_s <= little_s
         return beyond_s > little_s

@@ -440,6 +440,12 @@ def test_iterations_without_a_plan_are_not_hidden_behind_those_with_one() -> Non
     said = ", iteration +0.0 % under a plan, 12.5 % of iterations without one [measured]"
     assert headline(memory).endswith(said)
     assert "400 ms where a pass has no plan, 12.5 % of iterations" in text(memory)
+    assert memory_plots.claim(memory).endswith(
+        "as fast under a plan, 12.5 % of iterations without one"
+    )
+    assert "400 ms where a pass has no plan, 12.5 % of iterations." in memory_plots.section(
+        memory, None
+    )
 
 
 def test_iterations_that_did_more_are_compared_with_no_others() -> None:

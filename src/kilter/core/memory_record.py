@@ -84,11 +84,11 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     iteration_s: float | None
     """The iterations under the plan took this in the median."""
     planned_iterations: int = 0
-    """So many of them were timed."""
+    """Since the first of them so many iterations have ended with a pass under a plan."""
     other_iterations: int = 0
-    """Since then so many were timed whose last pass was not under a plan."""
+    """So many have ended with a pass that had none."""
     other_iteration_s: float | None = None
-    """They took this in the median."""
+    """Those took this in the median."""
     consumed: int = 0
     """So many buckets of gradients were used up in backward, over all passes."""
     in_force: tuple[int, ...] = ()

@@ -31,7 +31,8 @@ class IterationTimes:
         self.others_s: deque[float] = deque(maxlen=512)
         """Iterations since then whose last pass was not under a plan took these."""
         self.counts = {"planned": 0, "others": 0}
-        """So many were timed of both, since plans are of this sort."""
+        """So many iterations have ended with a pass under a plan of this sort, and without, since
+        the first one was timed."""
         self._left = PATIENCE
 
     def was_plain(self) -> None:
@@ -44,6 +45,8 @@ class IterationTimes:
             self._durations_s[self.index] = self.planned_s
         elif not now and self.planned_s:
             self._durations_s[self.index] = self.others_s
+        if self.planned_s:
+            self.counts["planned" if now else "others"] += 1
         self._was_planned = now
 
     def begin_plan(self) -> None:
@@ -68,8 +71,6 @@ class IterationTimes:
             durations_s = self._durations_s.pop(iteration.index, None)
             if durations_s is not None and not disturbed(iteration):
                 durations_s.append(iteration.duration_s)
-                self.counts["planned"] += durations_s is self.planned_s
-                self.counts["others"] += durations_s is self.others_s
 
 
 def median_s(durations_s: deque[float]) -> float | None:

@@ -129,8 +129,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unplanned_share(self) -> float:
-        """Of the iterations since a plan came into force, those in which a pass was not under a
-        plan; 0 where they are few."""
+        """Of the iterations since a plan came into force, those that ended with a pass without one;
+        0 where they are few."""
         others, planned = self.record.other_iterations, self.record.planned_iterations
         share = others / max(1, others + planned)
         return share if others >= MIN_OTHERS and share >= SOME else 0.0
@@ -313,11 +313,13 @@ def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
 def _slower(memory: MemoryReport) -> str:
     if memory.slowdown is None:
         return ""
-    slower = f", iteration {show_fraction(memory.slowdown, signed=True)}"
-    if memory.unplanned_share:
-        share = show_fraction(memory.unplanned_share)
-        return f"{slower} under a plan, {share} of iterations without one"
-    return slower
+    return f", iteration {show_fraction(memory.slowdown, signed=True)}{beside_plans(memory)}"
+
+
+def beside_plans(memory: MemoryReport) -> str:
+    """What belongs behind the time of iterations under a plan, where some are without."""
+    share = memory.unplanned_share
+    return f" under a plan, {show_fraction(share)} of iterations without one" if share else ""
 
 
 def details(memory: MemoryReport) -> list[tuple[str, str]]:
@@ -411,9 +413,7 @@ def _time(memory: MemoryReport) -> str:
         after = show_time(record.iteration_s)
         parts.append(f"iteration {before}{after} [{memory.label.value}]")
         if memory.unplanned_share:
-            share = show_fraction(memory.unplanned_share)
-            took = show_time(record.other_iteration_s)
-            parts.append(f"{took} where a pass has no plan, {share} of iterations [measured]")
+            parts.append(f"{without_plan(memory)} [measured]")
     if memory.plan is not None and not record.own_checkpointing:
         bound = "" if record.bound_s is None else f", bound {show_time(record.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)
@@ -422,6 +422,12 @@ def _time(memory: MemoryReport) -> str:
             f"{show_time(memory.plan.iteration_s)} ({change}){bound} [simulated]"
         )
     return "; ".join(parts)
+
+
+def without_plan(memory: MemoryReport) -> str:
+    """What the iterations that ended with a pass without a plan took."""
+    share, took_s = show_fraction(memory.unplanned_share), memory.record.other_iteration_s
+    return f"{show_time(took_s)} where a pass has no plan, {share} of iterations"
 
 
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:

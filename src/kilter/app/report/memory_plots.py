@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kilter.app.report import page, svg
-from kilter.app.report.memory import MemoryReport, Timeline, details, result
+from kilter.app.report.memory import (
+    MemoryReport,
+    Timeline,
+    beside_plans,
+    details,
+    result,
+    without_plan,
+)
 from kilter.app.report.page import definitions, table, tag, tile
 from kilter.app.report.plots import figure, signed
 from kilter.app.report.svg import NARROW, Frame, escape
@@ -57,7 +64,7 @@ def claim(memory: MemoryReport) -> str:
     if record.applied and memory.feasible and not memory.moves_nothing and record.peak_bytes:
         before, after = show_bytes(record.plain_peak_bytes), show_bytes(record.peak_bytes)
         change = memory.pass_slowdown if memory.slowdown is None else memory.slowdown
-        time = "" if change is None else f", {show_pace(change)}"
+        time = "" if change is None else f", {show_pace(change)}{beside_plans(memory)}"
         over = ""
         if memory.within is False:
             over = f", over the budget of {show_bytes(record.budget_bytes)}"
@@ -87,6 +94,8 @@ def _tiles(memory: MemoryReport) -> str:
         else f"Forward and backward {show_time(plan.compute_s if plan else None)} with everything "
         f"kept, {show_time(plan.iteration_s if plan else None)} under the plan."
     )
+    if known and memory.unplanned_share:
+        times += f" {without_plan(memory)}."
     bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
     if record.own_checkpointing and not known:
         took = (

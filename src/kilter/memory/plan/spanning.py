@@ -27,8 +27,8 @@ TOO_FEW = "the budget is not reached with as much as may be offloaded"
 offloaded."""
 SMALL, SMALL_ROUGHLY = 256, 64
 """Up to this many intervals, a second order and memory left free for transfers are tried; the other
-limit is for rough plans, of which many are made to compare problems (less than 0.4 % of an
-iteration between the two in ten problems of 132 to 220 intervals, in a third of the time)."""
+limit is for rough plans, of which many are made to compare problems (at most 0.4 % of an iteration
+longer in eight problems of 132 to 189 intervals, in a third of the time)."""
 
 
 def spanning(problem: Problem) -> Schedule:

@@ -121,6 +121,8 @@ class RecomputeChoice:
         """The script is over: the model is as it was found."""
         if self._ranks.said and not self.decided:
             self._stay("not all ranks came to the end of a turn")
+        elif self._comparison.begun and not self.decided:
+            self._stay("the run ended before ways to recompute were compared")
         self.in_force.close()
 
     def conclude(self) -> None:

@@ -14,9 +14,8 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 from kilter.memory.engine import Swapper
-from kilter.memory.engine.engine import HOPELESS_EVERY
+from kilter.memory.engine.next_pass import HOPELESS_EVERY, TRUSTED, PassOrder
 from kilter.memory.engine.segments import ModuleCall
-from kilter.memory.engine.watch import TRUSTED, PassOrder
 from kilter.memory.plan.problem import Link
 
 WIDTH, ROWS = 32, 128

@@ -12,15 +12,15 @@ the moments; a tensor that the program still holds when it is due to be offloade
 program drops it. A pass that departs from the events of its plan drops the plan in the middle and
 goes on like a watched one.
 
-Under a plan the host's time counts: a job that issues its work just in time has none to spare. So
-tensors that the plan leaves alone are handed to autograd as they are, and an event costs one look
-at a list.
+This file has the engine as others see it, and where passes begin and end. `next_pass.py` decides
+what the pass that begins is to be, `planned_pass.py` carries a plan out, `watch.py` watches, and
+`demand.py` offloads what has no plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +33,11 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
-from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds, PlanTerms
+from kilter.memory.engine.next_pass import NextPass
+from kilter.memory.engine.pass_kinds import Kinds, PassKinds, PlanTerms
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
-from kilter.memory.engine.position import NO_STEPS, Position
+from kilter.memory.engine.planned_pass import PlannedPass
 from kilter.memory.engine.reach import Reach
-from kilter.memory.engine.ready import Due, Ready
-from kilter.memory.engine.recompute import Reader
-from kilter.memory.engine.segment_pass import SegmentPass
 from kilter.memory.engine.store import (
     EVICTED,
     Pass,
@@ -51,8 +48,7 @@ from kilter.memory.engine.store import (
     whole,
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks
-from kilter.memory.engine.waits import Waits
-from kilter.memory.engine.watch import Deviations, PassOrder, Watch
+from kilter.memory.engine.watch import Watch
 from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
@@ -61,9 +57,6 @@ from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
-
-HOPELESS_EVERY = 8
-"""One pass in so many is watched again, of those that begin like one that cannot be planned."""
 
 
 class SwapReport(MemoryCounts, frozen=True, kw_only=True):
@@ -102,10 +95,6 @@ class Swapper(AbstractContextManager["Swapper"]):
     `link` is the measured table of this machine. Storages below `min_bytes` are left alone. What
     goes wrong in here ends at the `fence`, where there is one: from then on tensors are only
     fetched.
-
-    It has more attributes than most classes: the state of the present pass (event, plan, whether it
-    is measured) is kept here, beside the parts of the engine, and not in an object of its own,
-    since every event of every saved tensor reads it.
     """
 
     def __init__(
@@ -122,12 +111,9 @@ class Swapper(AbstractContextManager["Swapper"]):
     ) -> None:
         """With `segments` what calls of modules saved may be recomputed as a whole. In plans each
         tensor that is recomputed alone or offloaded counts `alone_s` of the host's time."""
-        self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run
         self._store = Store(backend, guard=guard)
-        self._reach = Reach(self._store, guard)
-        self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
         """The next plans are made for this budget."""
@@ -135,40 +121,29 @@ class Swapper(AbstractContextManager["Swapper"]):
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         terms = PlanTerms(link=link, planner=planner, min_bytes=min_bytes, alone_s=alone_s)
         self._kinds = PassKinds(backend, self._store, terms)
+        self._next = NextPass(self._kinds, self._store)
+        self._planned = PlannedPass(
+            self._store,
+            backend,
+            self._kinds,
+            self._demand,
+            self._collector,
+            guard,
+            self._next_event,
+        )
+        self._planned.segments.on = segments
         self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence
         )
         self._fence = fence
-        self._moves = DueMoves(self._store)
-        self._followed, self._overdue = self._moves.followed, self._moves.overdue
-        self._guard = guard
-        self._segments = self._segment_pass() if segments else None
+        self._entered = ExitStack()
+        """It has what is to be done when the block is left."""
         self._open = False
-        self._measured = False
+        """A pass has begun and has not ended."""
         self._boundary = False
-        self._round = 0
-        self._at = Position()
-        self._plan: Ready | None = None
-        self._deviated = False
-        self._deviations = Deviations()
-        self._order = PassOrder()
-        self._begun: Ready | None = None
+        """An optimizer has stepped since: what is saved next begins another pass."""
         self._watch: Watch | None = None
-        self._last_held_peak_bytes = 0
-        self._steps = 0
-        self._leave_steps: Callable[[], None] = lambda: None
-        self._counts = dict.fromkeys(("passes", "planned", "watched", "deviations", "late"), 0)
-
-    def _segment_pass(self) -> SegmentPass:
-        return SegmentPass(
-            self._store,
-            self._backend,
-            self._moves,
-            self._reader.copies,
-            self._guard,
-            self._next_event,
-            self._depart,
-        )
+        """It watches the present pass."""
 
     # Begin and end
 
@@ -177,36 +152,37 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._kinds.forget(arena=True)
             self._store.reopen()
         leave_uncompiled()
+        entered = self._entered
         self.hooks.enter()
-        self._reach.__enter__()
-        if self._segments is not None:
-            self._segments.calls.enter()
-        self._leave_steps = optimizer_steps.listen(
-            before=self._fenced(self._before_step), after=self._fenced(self._after_step)
+        entered.callback(self.hooks.exit)
+        guard = called if self._fence is None else self._fence.run
+        entered.enter_context(Reach(self._store, guard))
+        self._planned.segments.enter()
+        entered.callback(self._planned.segments.exit)
+        entered.callback(
+            optimizer_steps.listen(
+                before=self._fenced(self._before_step), after=self._fenced(self._after_step)
+            )
         )
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Stop observing. Graphs that are still alive stay usable: their tensors are fetched."""
-        self.hooks.exit(*exception)
-        self._reach.__exit__(*exception)
-        if self._segments is not None:
-            self._segments.calls.exit()
-        self._leave_steps()
+        self._entered.close()
         self._store.norms.close()
         self._collector.let_go()
         if self._store.within() is None:
             self._end_pass()
-        self._follow(None)
+        self._planned.leave()
         self._watch = None
         self._store.closing = True
         if self._store.counts.alive == 0:
-            self._backend.close()
+            self._store.backend.close()
 
     @property
     def captured(self) -> bool:
         """The program's operations are being captured into a graph, to be played later."""
-        return self._backend.stream() is None
+        return self._store.backend.stream() is None
 
     @property
     def tried(self) -> bool:
@@ -216,22 +192,20 @@ class Swapper(AbstractContextManager["Swapper"]):
     @property
     def planned(self) -> bool:
         """The present pass runs under a plan, or the last one did."""
-        return self._plan is not None
+        return self._planned.plan is not None
 
     @property
     def event(self) -> int | None:
         """Operation of the present pass that is being issued, where that is known."""
-        if self._plan is not None:
-            return self._at.event - 1
+        if self._planned.plan is not None:
+            return self._planned.at.event - 1
         return None if self._watch is None else self._watch.event
 
     def _next_event(self) -> int | None:
         """The number that the next event of the present pass has; None outside of passes."""
-        if not self._open or self._boundary or self._store.within() is None:
-            return None
-        if self._plan is not None:
-            return self._at.event
-        return None if self._watch is None else self._watch.event + 1
+        outside = not self._open or self._boundary or self._store.within() is None
+        event = None if outside else self.event
+        return None if event is None else event + 1
 
     @property
     def offload_above_bytes(self) -> int:
@@ -240,15 +214,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self._demand.offload_above_bytes(self.budget_bytes, peak_bytes)
 
     def report(self) -> SwapReport:
-        counts, store = self._counts, self._store
+        counts, store = self._planned.counts, self._store
         plans = tuple(kind.plan.value for kind in self._kinds if kind.plan)
         return SwapReport(
-            passes=counts["passes"],
-            planned=counts["planned"],
-            watched=counts["watched"],
+            passes=counts.passes,
+            planned=counts.planned,
+            watched=counts.watched,
             watched_every=self._kinds.attention.every,
-            deviations=counts["deviations"],
-            late=counts["late"],
+            deviations=counts.deviations,
+            late=counts.late,
             hastened=self._kinds.hastened,
             waited_s=self._kinds.waited_s,
             spilled=self._demand.spilled,
@@ -256,7 +230,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             out_bytes=store.counts.out_bytes,
             in_bytes=store.counts.in_bytes,
             host_bytes=self._kinds.host_bytes + store.pool.taken_bytes,
-            held_peak_bytes=self._last_held_peak_bytes,
+            held_peak_bytes=counts.held_peak_bytes,
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),
             highest_bytes=self._kinds.highest_bytes,
@@ -320,7 +294,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._store.within() is None:
             self._end_pass()
         change()
-        self._deviations.forget()
+        self._next.forget()
 
     def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
         """The same, where the levels of one kind of pass with everything kept are known: it is
@@ -345,32 +319,27 @@ class Swapper(AbstractContextManager["Swapper"]):
         `kept` are the calls that an earlier run has chosen."""
         if self._store.within() is None:
             self._end_pass()
-        elif self._plan is not None and self._at.event < len(self._plan.events):
-            self._drop(self._plan)  # in the middle of a pass, which counts on calls being seen
-        if calls and self._segments is None:
-            self._segments = self._segment_pass()
-            self._segments.calls.enter()
-        elif not calls and self._segments is not None:
-            self._segments.calls.exit()
-            self._segments = None
+        else:  # in the middle of a pass, which counts on calls being seen
+            self._planned.depart()
+        self._planned.segments.switch(on=calls)
         self._kinds.recompute(calls=calls, each_s=each_s, kept=kept)
-        self._deviations.forget()
+        self._next.forget()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.hooks.in_thread and torch_internals.current_graph_task() == -1:
             return  # another training, whose steps do not end passes of this one
-        self._steps += 1
+        self._next.steps += 1
         self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None
         if self._boundary:  # what is saved next begins a pass
-            self._at.follow(NO_STEPS, self._store.within, None)
+            self._planned.stepped()
 
     # Events
 
     def _save(self, tensor: torch.Tensor, size_bytes: int, key: int) -> Any:
         """A tensor is saved, on a large storage with this address."""
         store = self._store
-        within, stream = store.within(), self._backend.stream()
+        within, stream = store.within(), store.backend.stream()
         if stream is None:
             return kept(tensor)
         if within is None or self._boundary:
@@ -378,34 +347,10 @@ class Swapper(AbstractContextManager["Swapper"]):
             within = self._begin_pass(size_bytes, stream)
         elif stream != within.stream:
             return kept(tensor)
-        planned = self._plan
-        if planned is not None and planned.steps[self._at.event].expected != size_bytes:
-            planned = self._switch(planned, size_bytes)
-        if planned is None:
+        packed = self._planned.save(tensor, size_bytes, key, within)
+        if packed is None:
             return self._save_unplanned(tensor, size_bytes, key, within)
-        _, number, due, followed, read, recomputed, called, version = planned.steps[self._at.event]
-        saved = store.find(tensor, key, within) if followed else None
-        if followed and saved is not self._followed(number):
-            self._drop(planned)
-            return self._save_unplanned(tensor, size_bytes, key, within)
-        self._at.event += 1
-        if due is not None or self._overdue or self._measured:
-            self._issue(planned, due)
-        if not followed:
-            return store.kept(tensor, use_code(number), within)
-        if saved is not None:
-            return store.view(saved, tensor)
-        saved = store.save(tensor, size_bytes, key, within, number)
-        self._moves.follow(number, saved)
-        if called and self._segments is not None:
-            self._segments.saved(saved)
-        view = store.view(saved, tensor)
-        if tensor._version == version:  # else it is not what its node has made
-            if read:
-                store.mark(view, tensor)
-            if recomputed:
-                saved.recipe = self._reader.read(tensor)
-        return view
+        return packed
 
     def _save_unplanned(
         self, tensor: torch.Tensor, size_bytes: int, key: int, within: Pass
@@ -427,7 +372,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _use(self, packed: Any) -> torch.Tensor:
         """Backward needs a large tensor."""
-        store = self._store
+        store, demand = self._store, self._demand
         view = type(packed) is View
         missing_bytes = 0
         if view:
@@ -437,186 +382,71 @@ class Swapper(AbstractContextManager["Swapper"]):
             missing_bytes = saved.size_bytes if saved.state == EVICTED else 0
         else:
             code = packed[3] if packed[4] is store.within() else FOREIGN
-        planned = self._plan
-        if planned is not None:
-            if planned.steps[self._at.event].expected != code:
-                planned = self._switch(planned, code)
-            if planned is not None:
-                due = planned.steps[self._at.event].due
-                self._at.event += 1
-                if due is not None or self._overdue or self._measured:
-                    self._issue(planned, due)
-                self._demand.before_use(self.budget_bytes, missing_bytes)  # of a retained graph
-            if view and saved.state == EVICTED and saved.host is not None:
-                self._counts["late"] += 1
-        else:
-            if self._watch is not None:
-                self._watch.enter(code, used=True)
-            self._demand.before_use(self.budget_bytes, missing_bytes)
+        planned, watch = self._planned.use(code), self._watch
+        if watch is not None:
+            watch.enter(code, used=True)
+        demand.before_use(self.budget_bytes, missing_bytes)
+        if planned and view and saved.state == EVICTED and saved.host is not None:
+            self._planned.counts.late += 1
         if not view:
             tensor = whole(packed)
         elif torch_internals.graph_task_keeps_graph():
             tensor = self._lend(packed)
         else:
             tensor = store.hand_out(packed)
-        if planned is None and view and now:
-            self._demand.used(saved, self.budget_bytes)
-        if self._watch is not None:
-            if view and now:
-                self._watch.use(saved)
-                if self._segments is not None:
-                    self._segments.use(saved)
-            self._watch.leave()
-        elif planned is not None and self._measured and self._at.event == len(planned.events):
-            self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
+        if planned:
+            self._planned.used(self.budget_bytes)
+        elif view and now:
+            demand.used(saved, self.budget_bytes)
+            if watch is not None:
+                watch.use(saved)
+                self._planned.segments.use(saved)
+        if watch is not None:
+            watch.leave()
         return tensor
 
     def _lend(self, view: View) -> torch.Tensor:
         """Hand out a tensor in a backward that retains its graph. The tensor is offloaded again if
         the budget would be reached with another one as large."""
         tensor, saved = self._store.lend(view), view.saved
-        if self._demand.lend(saved, self.budget_bytes) and self._deviated:
+        if self._demand.lend(saved, self.budget_bytes) and self._planned.deviated:
             self._kinds.retain()
         return tensor
-
-    def _issue(self, planned: Ready, due: Due | None) -> None:
-        """Issue the moves that are due, or were before."""
-        if self._overdue:
-            self._moves.catch_up()
-        if self._measured:
-            self._weigh(planned, due)
-        elif due is not None:
-            self._moves.carry_out(planned, due)
-
-    def _weigh(self, planned: Ready, due: Due | None) -> None:
-        """Issue the moves in a pass that is measured: count what is held before and after them."""
-        store, event = self._store, self._at.event - 1
-        store.counts.beside_bytes = min(planned.beside_bytes[event], store.counts.beside_bytes)
-        if due is not None:
-            self._moves.carry_out(planned, due)
-        store.counts.beside_bytes = planned.beside_bytes[event]
-        store.counts.hold(0)
-
-    def _follow(self, planned: Ready | None) -> None:
-        """The pass is under this plan from here on, or under none."""
-        self._plan = planned
-        quiet = not self._measured and not self._boundary
-        steps = planned.packed_steps if planned is not None and quiet else NO_STEPS
-        calls = None if self._segments is None else self._segments.calls
-        self._at.follow(steps, self._store.within, calls)
-
-    def _switch(self, before: Ready, code: int) -> Ready | None:
-        """The pass departs from its plan: take the plan of a kind that began alike, or none."""
-        other = self._kinds.branch(before, self._at.event, code)
-        if other is not None and self._moves.on_host_alike(before, other):
-            self._follow(other)
-            if self._segments is not None:
-                self._segments.dropped()
-            return other
-        self._drop(before)
-        return None
-
-    def _depart(self) -> None:
-        """A call of the present plan cannot be recomputed."""
-        if self._plan is not None:
-            self._kinds.call_failed(self._plan)
-            self._drop(self._plan)
-
-    def _drop(self, planned: Ready) -> None:
-        self._collector.let_go()
-        self._moves.overdue.clear()
-        self._follow(None)
-        self._demand.take_over(self._moves.alive())
-        if self._segments is not None:
-            self._segments.dropped()
-        self._deviated = True
-        self._counts["deviations"] += 1
-        peak_bytes = self._backend.peak_bytes()  # from here on
-        if self._measured and peak_bytes is not None:
-            self._kinds.counted(planned, peak_bytes)
-        self._store.counts.beside_bytes = planned.beside_bytes[
-            min(self._at.event, len(planned.events) - 1)
-        ]
 
     # Passes
 
     def _begin_pass(self, first: int, stream: int) -> Pass:
-        self._open = True
-        self._at.event = 0
-        self._round += 1
-        self._boundary = False
-        self._moves.begin()
-        self._reader.begin()
+        """The first event of a pass is this one, on this stream."""
+        store, planned = self._store, self._planned
+        self._open, self._boundary = True, False
         self._demand.begin()
-        self._deviated = False
-        within = self._store.begin(stream, self._pass_is_over)
-        candidate = self._candidate(first)
-        alike = self._kinds.alike(first)
-        plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])
+        within = store.begin(stream, self._pass_is_over)
+        candidate, watched, plan = self._next.begin(
+            first, self.budget_bytes, may_plan=self.may_plan
+        )
         if candidate is not None:
             candidate.trials += 1
-            self._store.norms.find()
-        if candidate is not None or self._to_be_watched(alike, plan):
-            self._counts["watched"] += 1
+            store.norms.find()
+        if watched:
+            planned.counts.watched += 1
             self._watch = Watch(
-                self._backend,
-                self._store,
+                store.backend,
+                store,
                 trial=candidate is not None,
-                after_step=self._steps > 0,
+                after_step=self._next.steps > 0,
                 expected_bytes=candidate.saved_bytes if candidate is not None else 0,
             )
-        elif not self._store.counts.evicted:
-            self._plan = plan
-        self._begun = self._plan
-        self._measured = self._plan is None or self._plan.tuned < TUNED
-        if self._measured:
-            self._backend.peak_bytes()  # from here on
-        if self._plan is not None and self._backend.shows_waits and self._kinds.listens(self._plan):
-            self._store.waits = Waits(self._backend)
-        if self._plan is not None or self._watch is not None:
+        if watched or plan is not None:
             self._collector.hold()
-        if self._plan is not None and type(self._at) is Position:
-            waiting = self._overdue, self._demand.lent
-            found = self.hooks.use_library(self._moves.by_number, self._reader.read, *waiting)
-            self._at = found or self._at
-        self._follow(self._plan)
-        if self._segments is not None:
-            self._segments.begin_pass(self._watch, self._plan)
+        planned.begin(plan, self.hooks.use_library)
+        planned.segments.begin_pass(self._watch, plan)
         return within
-
-    def _candidate(self, first: int) -> PassKind | None:
-        """The kind of pass that is to be tried now. Those that were tried are planned."""
-        candidate = self._kinds.candidate(self._steps, first)
-        if candidate is not None and candidate.tried:
-            if self.may_plan:
-                self._kinds.plan(candidate, self.budget_bytes)
-            candidate = None
-        for kind in self._kinds:
-            if kind.outdated:
-                self._kinds.plan(kind, self.budget_bytes)
-        return candidate
-
-    def _to_be_watched(self, alike: list[PassKind], plan: Ready | None) -> bool:
-        """Whether a pass that begins like these is to be watched, rather than to run under this
-        plan of theirs, or without one."""
-        attention = self._kinds.attention
-        if self._deviations.to_watch:
-            asked = attention.asks()
-            self._deviations.to_watch -= asked
-            return asked
-        # An older graph may still need tensors in the plans' host memory.
-        if plan is not None and not self._store.counts.evicted:
-            return False
-        # Plans of the others have been found not to fit here.
-        unplanned = [kind for kind in alike if kind.plan is None]
-        hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
-        return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
 
     def _pass_is_over(self) -> None:
         """Nothing that was saved in the present pass is left."""
         self._collector.let_go()
-        if self._open and self._plan is None and self._watch is None:
-            peak_bytes = self._backend.peak_bytes()
+        if self._open and self._planned.plan is None and self._watch is None:
+            peak_bytes = self._store.backend.peak_bytes()
             if peak_bytes is not None:
                 self._demand.learn(peak_bytes, self.budget_bytes)
                 self._kinds.counted(None, peak_bytes)
@@ -626,43 +456,24 @@ class Swapper(AbstractContextManager["Swapper"]):
             return
         self._open = False
         self._collector.let_go()
-        self._counts["passes"] += 1
-        planned, waits = self._plan, self._store.waits
-        self._store.waits = None
-        if self._measured:
-            held_bytes = self._last_held_peak_bytes = self._store.counts.held_peak_bytes
-            if self._backend.used_bytes() is None:  # only the engine's own count is to be had
-                self._kinds.counted(planned, held_bytes)
-        if planned is not None:
-            if self._at.event < len(planned.events):
-                self._counts["deviations"] += 1
-                self._deviated = True
-            else:
-                self._counts["planned"] += 1
-                self._store.pool.rest()
-                if waits is not None:
-                    waits.over()
-                    self._kinds.waited(planned, waits)
-        self._deviations.pass_ended(deviated=self._deviated)
-        kept = planned is not None and not self._deviated
-        events = planned.events if planned is not None and kept else None
+        planned, watch = self._planned, self._watch
+        planned.counts.passes += 1
+        events = planned.end()
         tangents = self.hooks.tangents
         if tangents:
             reason = messages.tangents_stay(sum(tangents.values()))
             self._demand.refused.setdefault(reason.code, reason)
             tangents.clear()
-        if self._watch is not None:
-            self._watch.over()
-            record = self._watch.record()
+        if watch is not None:
+            watch.over()
+            record = watch.record()
             if record.whole:
                 events = record.events
-                self._file(self._watch, record)
-        if self._begun is None and self._watch is None:
-            self._order.pass_unseen()
-        else:
-            self._order.pass_ended(self._begun, events, self._at.event)
+                self._file(watch, record)
+        self._next.ended(
+            events, planned.at.event, deviated=planned.deviated, watched=watch is not None
+        )
         self._watch = None
-        self._follow(None)
 
     def _file(self, watch: Watch, record: PassRecord) -> None:
         self._kinds.refused |= watch.refused

@@ -83,7 +83,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
-           text("evicted"), text("evicted_bytes"), text("_dependents"), text("_backend"),
+           text("evicted"), text("evicted_bytes"), text("_dependents"), text("backend"),
            text("spoils"), text("untyped_storage")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };

@@ -49,12 +49,34 @@ class SegmentPass:
         self._depart = depart
         self._plan: Ready | None = None
         self._watch: Watch | None = None
+        self.on = False
+        """Calls may be recomputed."""
         self.calls = ModuleCalls(store, backend, copies, guard, self._begins, self._ended)
+
+    def enter(self) -> None:
+        """Calls of this thread are seen from here on."""
+        if self.on:
+            self.calls.enter()
+
+    def exit(self) -> None:
+        """No calls are seen any more."""
+        self._watch = None
+        self.dropped()
+        self.calls.exit()
+
+    def switch(self, *, on: bool) -> None:
+        """Whether calls may be recomputed, from the next pass on."""
+        if on != self.on:
+            self.on = on
+            if on:
+                self.enter()
+            else:
+                self.exit()
 
     def begin_pass(self, watch: Watch | None, plan: Ready | None) -> None:
         """A pass begins that is watched, or runs under a plan, or neither."""
-        self._watch = watch if watch is not None and watch.trial else None
-        self._plan = plan if plan is not None and plan.segments else None
+        self._watch = watch if self.on and watch is not None and watch.trial else None
+        self._plan = plan if self.on and plan is not None and plan.segments else None
         wanted = None
         if self._plan is not None:
             wanted = frozenset(id(segment.module()) for segment in self._plan.segments.values())

@@ -253,7 +253,8 @@ class Store:
     def __init__(self, backend: Backend, *, guard: Callable[..., bool] = called) -> None:
         """`guard` calls a function where an error could not go anywhere, and says whether the
         function came to its end."""
-        self._backend = backend
+        self.backend = backend
+        """It has the device's memory and makes the copies."""
         self._guard = guard
         self._stranded: list[torch.Tensor | None] = []
         """A copy may still use this memory, after an error in waiting for that copy."""
@@ -358,7 +359,7 @@ class Store:
         saved.alias = saved.alias.detach()  # so that `alone` shows whether others hold the bytes
         transfer = saved.transfer
         if transfer is not None and transfer.departure is not None:
-            self._backend.wait(transfer.departure)
+            self.backend.wait(transfer.departure)
             transfer.departure = None
         return tensor
 
@@ -402,7 +403,7 @@ class Store:
             host = host.as_strided(alias.size(), alias.stride())
         if transfer is None:
             transfer = saved.transfer = Transfer()
-        departure = self._backend.copy_out(host, alias)
+        departure = self.backend.copy_out(host, alias)
         transfer.host, transfer.departure = host, departure
         self.counts.out_bytes += saved.size_bytes
         return host
@@ -449,7 +450,7 @@ class Store:
                 self.give_up(saved.recipe, (saved,))
         elif alias is not None and self._may_go(saved, alias):
             if self.waits is None:
-                self._backend.wait(departure)
+                self.backend.wait(departure)
             else:
                 self.waits.wait(departure)
             self._leave([(saved, alias)])
@@ -485,8 +486,8 @@ class Store:
             self._resident.pop(saved.key, None)
             self.counts.evicted += 1
             left_bytes += saved.size_bytes
-            if self._backend.spoils and self.alone(alias):
-                self._backend.evicted(alias.untyped_storage())
+            if self.backend.spoils and self.alone(alias):
+                self.backend.evicted(alias.untyped_storage())
         self.counts.hold(-left_bytes)
         self.counts.evicted_bytes += left_bytes
 
@@ -518,8 +519,8 @@ class Store:
         if saved.state != EVICTED or transfer is None or transfer.host is None:
             return
         host = transfer.host
-        alias = self._with_room(lambda: self._backend.alloc_like(host))
-        arrival = self._backend.copy_in(alias, host)
+        alias = self._with_room(lambda: self.backend.alloc_like(host))
+        arrival = self.backend.copy_in(alias, host)
         saved.alias, transfer.arrival, saved.state = alias, arrival, PREFETCHING
         self.counts.in_bytes += saved.size_bytes
         self.counts.hold(saved.size_bytes)
@@ -542,7 +543,7 @@ class Store:
         self.prefetch(saved)
         arrival = None if saved.transfer is None else saved.transfer.arrival
         if self.waits is None:
-            self._backend.wait(arrival)
+            self.backend.wait(arrival)
         else:
             self.waits.wait(arrival, saved.number)
         assert saved.alias is not None
@@ -567,13 +568,13 @@ class Store:
         except torch.OutOfMemoryError:
             pass
         gc.collect()
-        if self._backend.device.type == "cuda":
+        if self.backend.device.type == "cuda":
             torch.cuda.empty_cache()
         return take()
 
     def carried_out(self, make: Callable[[], T]) -> T:
         """Carry out a recipe, without recording a graph and outside of autocast."""
-        device_type = self._backend.device.type
+        device_type = self.backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
             return make()  # as in every ordinary backward
         return uncast(device_type, lambda: ungraded(make))
@@ -603,12 +604,12 @@ class Store:
             if transfer is not None:
                 prefetched = saved.state == PREFETCHING
                 event = transfer.arrival if prefetched else transfer.departure
-                if event is not None and not self._guard(self._backend.wait, event):
+                if event is not None and not self._guard(self.backend.wait, event):
                     self._stranded.append(saved.alias)
         if transfer is not None and transfer.pooled is not None:
             self._guard(self.pool.put, transfer.pooled)
         if self.closing and self.counts.alive == 0:
-            self._guard(self._backend.close)
+            self._guard(self.backend.close)
 
     # What recipes read
 

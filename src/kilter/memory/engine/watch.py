@@ -6,7 +6,6 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
@@ -14,7 +13,6 @@ from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
-from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.store import Saved, Store
 from kilter.memory.engine.trial import TRIAL_PAUSE_S, RecomputeTrial
 from kilter.observe import torch_internals
@@ -33,17 +31,6 @@ one."""
 SELDOM, RARELY = 8, 64
 """One in `SELDOM` of the passes without a plan is watched then; after `IN_VAIN` more passes that
 were watched in vain, one in `RARELY`."""
-
-
-DEVIATION_PATIENCE = 2
-"""So many passes may depart from every plan before some are watched again. A pass that keeps to its
-plan makes up for half of one that did not."""
-MOST_ORDERS = 256
-"""What came before passes; where shapes keep changing there is no end to it."""
-TRUSTED = 4
-"""After so many passes a plan is known to fit: it may fail as often before another one is tried."""
-LOOK = 4
-"""How many passes are watched then, so that kinds that alternate are all watched."""
 
 
 class Attention:
@@ -79,64 +66,6 @@ class Attention:
             self._left -= 1
         else:
             self._in_vain += 1
-
-
-class Deviations:
-    """Whether passes depart from their plans so often that some have to be watched again."""
-
-    def __init__(self) -> None:
-        self._misses = 0.0
-        self.to_watch = 0
-        """So many passes are still to be watched though there is a plan."""
-
-    def forget(self) -> None:
-        """There are other plans from here on."""
-        self._misses, self.to_watch = 0.0, 0
-
-    def pass_ended(self, *, deviated: bool) -> None:
-        """`deviated` says that it departed from its plan, or from every plan."""
-        self._misses = max(0.0, self._misses + (1 if deviated else -0.5))
-        if self._misses >= DEVIATION_PATIENCE:
-            self._misses, self.to_watch = 0.0, LOOK
-
-
-class PassOrder:
-    """Which plan fits after which passes. Programs repeat theirs in the same order (a critic twice,
-    once with the gradient penalty, then its generator), and passes that begin alike may end
-    otherwise."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] = (0, 0)
-        """How the last passes went."""
-        self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
-        """It says, by what came before, how often passes lately kept to the plan for these events;
-        less than 0: never."""
-
-    def plan(self, plans: Sequence[Ready]) -> Ready | None:
-        """The one to begin with; None where each has failed."""
-        known = self._fits.get(self._last, {})
-        best = max(plans, key=lambda plan: known.get(plan.events, 0), default=None)
-        return None if best is None or known.get(best.events, 0) < 0 else best
-
-    def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
-        """A pass that began with a plan had these events; None: others than those of any plan, from
-        its event number `event` on."""
-        if len(self._fits) == MOST_ORDERS:
-            self._fits.clear()
-        known = self._fits.setdefault(self._last, {})
-        if begun is not None and begun.events != events:
-            known[begun.events] = known.get(begun.events, 0) - 1
-        if events is not None:
-            known[events] = min(TRUSTED, known.get(events, 0) + 1)
-        self._last = self._last[1], event if events is None else hash(events)
-
-    def pass_unseen(self) -> None:
-        """A pass without a plan has ended that was not watched. It is taken for the one that came
-        at this place most often."""
-        known = self._fits.get(self._last, {})
-        usual = max(known, key=known.__getitem__, default=None)
-        seen = usual is not None and known[usual] > 0
-        self._last = self._last[1], hash(usual) if seen else 0
 
 
 def described(tensor: torch.Tensor) -> str:

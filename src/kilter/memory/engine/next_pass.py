@@ -1,0 +1,164 @@
+"""What the pass that begins is to be: watched, tried, under a plan, or none of these.
+
+A pass that begins like one with a plan runs under that plan, unless programs that did so have
+departed from it after the same passes before, or too many passes have lately departed from theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kilter.memory.engine.pass_kinds import PassKind, PassKinds
+from kilter.memory.engine.ready import Ready
+from kilter.memory.engine.store import Store
+
+HOPELESS_EVERY = 8
+"""One pass in so many is watched again, of those that begin like one that cannot be planned."""
+DEVIATION_PATIENCE = 2
+"""So many passes may depart from every plan before some are watched again. A pass that keeps to its
+plan makes up for half of one that did not."""
+MOST_ORDERS = 256
+"""What came before passes; where shapes keep changing there is no end to it."""
+TRUSTED = 4
+"""After so many passes a plan is known to fit: it may fail as often before another one is tried."""
+LOOK = 4
+"""How many passes are watched then, so that kinds that alternate are all watched."""
+
+
+class Deviations:
+    """Whether passes depart from their plans so often that some have to be watched again."""
+
+    def __init__(self) -> None:
+        self._misses = 0.0
+        self.to_watch = 0
+        """So many passes are still to be watched though there is a plan."""
+
+    def forget(self) -> None:
+        """There are other plans from here on."""
+        self._misses, self.to_watch = 0.0, 0
+
+    def pass_ended(self, *, deviated: bool) -> None:
+        """`deviated` says that it departed from its plan, or from every plan."""
+        self._misses = max(0.0, self._misses + (1 if deviated else -0.5))
+        if self._misses >= DEVIATION_PATIENCE:
+            self._misses, self.to_watch = 0.0, LOOK
+
+
+class PassOrder:
+    """Which plan fits after which passes. Programs repeat theirs in the same order (a critic twice,
+    once with the gradient penalty, then its generator), and passes that begin alike may end
+    otherwise."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] = (0, 0)
+        """How the last passes went."""
+        self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
+        """It says, by what came before, how often passes lately kept to the plan for these events;
+        less than 0: never."""
+
+    def plan(self, plans: Sequence[Ready]) -> Ready | None:
+        """The one to begin with; None where each has failed."""
+        known = self._fits.get(self._last, {})
+        best = max(plans, key=lambda plan: known.get(plan.events, 0), default=None)
+        return None if best is None or known.get(best.events, 0) < 0 else best
+
+    def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
+        """A pass that began with a plan had these events; None: others than those of any plan, from
+        its event number `event` on."""
+        if len(self._fits) == MOST_ORDERS:
+            self._fits.clear()
+        known = self._fits.setdefault(self._last, {})
+        if begun is not None and begun.events != events:
+            known[begun.events] = known.get(begun.events, 0) - 1
+        if events is not None:
+            known[events] = min(TRUSTED, known.get(events, 0) + 1)
+        self._last = self._last[1], event if events is None else hash(events)
+
+    def pass_unseen(self) -> None:
+        """A pass without a plan has ended that was not watched. It is taken for the one that came
+        at this place most often."""
+        known = self._fits.get(self._last, {})
+        usual = max(known, key=known.__getitem__, default=None)
+        seen = usual is not None and known[usual] > 0
+        self._last = self._last[1], hash(usual) if seen else 0
+
+
+class Beginning(NamedTuple):
+    """How a pass begins."""
+
+    candidate: PassKind | None
+    """It is taken for a pass of this kind, and the recipes of that kind are tried in it."""
+    watched: bool
+    plan: Ready | None
+
+
+class NextPass:
+    """Decides that, and remembers how passes went."""
+
+    def __init__(self, kinds: PassKinds, store: Store) -> None:
+        self._kinds = kinds
+        self._store = store
+        self._deviations = Deviations()
+        self._order = PassOrder()
+        self._begun: Ready | None = None
+        """The present pass began with this plan."""
+        self._round = 0
+        self.steps = 0
+        """Optimizers have made so many steps."""
+
+    def begin(self, first: int, budget_bytes: int, *, may_plan: bool) -> Beginning:
+        """A pass begins with this event. Plans that are to be made are made now, new ones only if
+        that may be."""
+        self._round += 1
+        candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
+        alike = self._kinds.alike(first)
+        plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])
+        watched = candidate is not None or self._to_be_watched(alike, plan)
+        if watched or self._store.counts.evicted:
+            plan = None
+        self._begun = plan
+        return Beginning(candidate, watched, plan)
+
+    def ended(
+        self, events: tuple[int, ...] | None, event: int, *, deviated: bool, watched: bool
+    ) -> None:
+        """The present pass had these events; None: they are not known, or others than those of its
+        plan from its event number `event` on. `deviated` says that it departed from its plan."""
+        self._deviations.pass_ended(deviated=deviated)
+        if self._begun is None and not watched:
+            self._order.pass_unseen()
+        else:
+            self._order.pass_ended(self._begun, events, event)
+
+    def forget(self) -> None:
+        """There are other plans from here on."""
+        self._deviations.forget()
+
+    def _candidate(self, first: int, budget_bytes: int, *, may_plan: bool) -> PassKind | None:
+        """The kind of pass that is to be tried now. Those that were tried are planned."""
+        candidate = self._kinds.candidate(self.steps, first)
+        if candidate is not None and candidate.tried:
+            if may_plan:
+                self._kinds.plan(candidate, budget_bytes)
+            candidate = None
+        for kind in self._kinds:
+            if kind.outdated:
+                self._kinds.plan(kind, budget_bytes)
+        return candidate
+
+    def _to_be_watched(self, alike: list[PassKind], plan: Ready | None) -> bool:
+        """Whether a pass that begins like these is to be watched, rather than to run under this
+        plan of theirs, or without one."""
+        attention = self._kinds.attention
+        if self._deviations.to_watch:
+            asked = attention.asks()
+            self._deviations.to_watch -= asked
+            return asked
+        # An older graph may still need tensors in the plans' host memory.
+        if plan is not None and not self._store.counts.evicted:
+            return False
+        # Plans of the others have been found not to fit here.
+        unplanned = [kind for kind in alike if kind.plan is None]
+        hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
+        return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()

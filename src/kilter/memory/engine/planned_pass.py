@@ -1,0 +1,258 @@
+"""The present pass under its plan: what is saved and used is compared with what the plan expects,
+and the moves that the plan has due at each event are issued.
+
+Under a plan the host's time counts: a job that issues its work just in time has none to spare. So
+tensors that the plan leaves alone are handed to autograd as they are, and an event costs one look
+at a list. Where the compiled library is there, most events do not come here at all (`position.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kilter.memory.engine.backend import Backend
+from kilter.memory.engine.collector import Collector
+from kilter.memory.engine.demand import Demand
+from kilter.memory.engine.due_moves import DueMoves
+from kilter.memory.engine.pass_kinds import TUNED, PassKinds
+from kilter.memory.engine.pass_record import use_code
+from kilter.memory.engine.position import NO_STEPS, Position
+from kilter.memory.engine.ready import Due, Ready
+from kilter.memory.engine.recompute import Reader
+from kilter.memory.engine.segment_pass import SegmentPass
+from kilter.memory.engine.store import Pass, Store
+from kilter.memory.engine.waits import Waits
+
+
+@dataclass(slots=True)
+class PassCounts:
+    """What passes have come to so far."""
+
+    passes: int = 0
+    planned: int = 0
+    """So many ran to their end under a plan."""
+    watched: int = 0
+    deviations: int = 0
+    """So many departed from their plan."""
+    late: int = 0
+    """So many tensors that were offloaded were not back when backward needed them."""
+    held_peak_bytes: int = 0
+    """Saved tensors had at most so many bytes on the device at one time, in the last pass that was
+    watched, or among the first under a plan."""
+
+
+class PlannedPass:
+    """It has no plan in passes without one, and after the pass has departed from it."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        kinds: PassKinds,
+        demand: Demand,
+        collector: Collector,
+        guard: Callable[..., bool],
+        next_event: Callable[[], int | None],
+    ) -> None:
+        """`next_event` gives the number of the pass's next event, None outside of passes; `guard`
+        as in the store."""
+        self._store = store
+        self._backend = backend
+        self._kinds = kinds
+        self._demand = demand
+        self._collector = collector
+        self._moves = DueMoves(store)
+        self._reader = Reader(store)
+        self.segments = SegmentPass(
+            store,
+            backend,
+            self._moves,
+            self._reader.copies,
+            guard,
+            next_event,
+            self._call_failed,
+        )
+        """The calls of modules that are tried in the present pass, or recomputed."""
+        self.at = Position()
+        self.plan: Ready | None = None
+        self.measured = False
+        """The peak of the present pass is measured, and what is held at each event."""
+        self._quiet = False
+        """The compiled library may see to events at which nothing is copied."""
+        self.deviated = False
+        """The present pass has departed from its plan."""
+        self.counts = PassCounts()
+
+    # The pass as a whole
+
+    def begin(self, plan: Ready | None, use_library: Callable[..., Position | None]) -> None:
+        """A pass begins. `use_library` has the compiled library take part and gives its `Position`,
+        or None (`TensorHooks.use_library`)."""
+        self.at.event = 0
+        self.deviated = False
+        self._moves.begin()
+        self._reader.begin()
+        self.measured = plan is None or plan.tuned < TUNED
+        self._quiet = not self.measured
+        if self.measured:
+            self._backend.peak_bytes()  # from here on
+        if plan is not None:
+            if self._backend.shows_waits and self._kinds.listens(plan):
+                self._store.waits = Waits(self._backend)
+            if type(self.at) is Position:
+                moves, waiting = self._moves, (self._moves.overdue, self._demand.lent)
+                found = use_library(moves.by_number, self._reader.read, *waiting)
+                self.at = found or self.at
+        self._follow(plan)
+
+    def stepped(self) -> None:
+        """An optimizer has stepped within the pass: what is saved next begins another one."""
+        self._quiet = False
+        self.at.follow(NO_STEPS, self._store.within, None)
+
+    def depart(self) -> None:
+        """Go on without the plan, in the middle of the pass."""
+        if self.plan is not None and self.at.event < len(self.plan.events):
+            self._drop(self.plan)
+
+    def leave(self) -> None:
+        """The engine stops. What is used from here on is compared with no plan."""
+        self._follow(None)
+
+    def end(self) -> tuple[int, ...] | None:
+        """The pass has ended. Gives its events if they were those of its plan."""
+        plan, store, counts = self.plan, self._store, self.counts
+        waits, store.waits = store.waits, None
+        self.leave()
+        if self.measured:
+            held_bytes = counts.held_peak_bytes = store.counts.held_peak_bytes
+            if self._backend.used_bytes() is None:  # only the engine's own count is to be had
+                self._kinds.counted(plan, held_bytes)
+        if plan is None:
+            return None
+        if self.at.event < len(plan.events):
+            counts.deviations += 1
+            self.deviated = True
+            return None
+        counts.planned += 1
+        store.pool.rest()
+        if waits is not None:
+            waits.over()
+            self._kinds.waited(plan, waits)
+        return plan.events
+
+    # Events
+
+    def save(self, tensor: torch.Tensor, size_bytes: int, key: int, within: Pass) -> Any:
+        """A tensor is saved, on a large storage with this address. Gives what autograd holds
+        instead of it; None where the pass is not under a plan, or not any more."""
+        plan = self.plan
+        if plan is None:
+            return None
+        if plan.steps[self.at.event].expected != size_bytes:
+            plan = self._switch(plan, size_bytes)
+            if plan is None:
+                return None
+        _, number, due, followed, read, recomputed, called, version = plan.steps[self.at.event]
+        store, moves = self._store, self._moves
+        saved = store.find(tensor, key, within) if followed else None
+        if followed and saved is not moves.followed(number):
+            self._drop(plan)
+            return None
+        self.at.event += 1
+        if due is not None or moves.overdue or self.measured:
+            self._issue(plan, due)
+        if not followed:
+            return store.kept(tensor, use_code(number), within)
+        if saved is not None:
+            return store.view(saved, tensor)
+        saved = store.save(tensor, size_bytes, key, within, number)
+        moves.follow(number, saved)
+        if called:
+            self.segments.saved(saved)
+        view = store.view(saved, tensor)
+        if tensor._version == version:  # else it is not what its node has made
+            if read:
+                store.mark(view, tensor)
+            if recomputed:
+                saved.recipe = self._reader.read(tensor)
+        return view
+
+    def use(self, code: int) -> bool:
+        """Backward needs a tensor (`use_code`). Whether the pass is under a plan still."""
+        plan = self.plan
+        if plan is None:
+            return False
+        if plan.steps[self.at.event].expected != code:
+            plan = self._switch(plan, code)
+            if plan is None:
+                return False
+        due = plan.steps[self.at.event].due
+        self.at.event += 1
+        if due is not None or self._moves.overdue or self.measured:
+            self._issue(plan, due)
+        return True
+
+    def used(self, budget_bytes: int) -> None:
+        """Backward has been given that tensor."""
+        if self.measured and self.plan is not None and self.at.event == len(self.plan.events):
+            self._kinds.measured(self.plan, self._backend.peak_bytes(), budget_bytes)
+
+    def _issue(self, plan: Ready, due: Due | None) -> None:
+        """Issue the moves that are due, or were before. Where the pass is measured, count what is
+        held before and after them."""
+        moves, counts = self._moves, self._store.counts
+        if moves.overdue:
+            moves.catch_up()
+        if not self.measured:
+            if due is not None:
+                moves.carry_out(plan, due)
+            return
+        beside_bytes = plan.beside_bytes[self.at.event - 1]
+        counts.beside_bytes = min(beside_bytes, counts.beside_bytes)
+        if due is not None:
+            moves.carry_out(plan, due)
+        counts.beside_bytes = beside_bytes
+        counts.hold(0)
+
+    # Which plan
+
+    def _follow(self, plan: Ready | None) -> None:
+        """The pass is under this plan from here on, or under none."""
+        self.plan = plan
+        steps = plan.packed_steps if plan is not None and self._quiet else NO_STEPS
+        self.at.follow(steps, self._store.within, self.segments.calls)
+
+    def _switch(self, before: Ready, code: int) -> Ready | None:
+        """The pass departs from its plan: take the plan of a kind that began alike, or none."""
+        other = self._kinds.branch(before, self.at.event, code)
+        if other is not None and self._moves.on_host_alike(before, other):
+            self._follow(other)
+            self.segments.dropped()
+            return other
+        self._drop(before)
+        return None
+
+    def _call_failed(self) -> None:
+        """A call of the present plan cannot be recomputed."""
+        if self.plan is not None:
+            self._kinds.call_failed(self.plan)
+            self._drop(self.plan)
+
+    def _drop(self, plan: Ready) -> None:
+        self._collector.let_go()
+        self._moves.overdue.clear()
+        self._follow(None)
+        self._demand.take_over(self._moves.alive())
+        self.segments.dropped()
+        self.deviated = True
+        self.counts.deviations += 1
+        peak_bytes = self._backend.peak_bytes()  # from here on
+        if self.measured and peak_bytes is not None:
+            self._kinds.counted(plan, peak_bytes)
+        event = min(self.at.event, len(plan.events) - 1)
+        self._store.counts.beside_bytes = plan.beside_bytes[event]

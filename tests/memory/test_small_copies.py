@@ -16,7 +16,7 @@ from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.recompute import Reader, Recipe
 from kilter.memory.engine.segments import ModuleCalls
 from kilter.memory.engine.small_copies import SmallCopies
-from kilter.memory.engine.store import Store, called
+from kilter.memory.engine.store import Store
 from kilter.memory.plan.problem import Link
 
 SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
@@ -201,7 +201,7 @@ def test_a_recomputed_call_reads_a_copy_of_the_whole_storage(begin: int) -> None
     copies.of(parameter, parameter._version)
     copies.begin()
     backend = SteadyStandIn()
-    calls = ModuleCalls(Store(backend), backend, copies, called, lambda m: None, lambda c, r: None)
+    calls = ModuleCalls(Store(backend), copies, lambda m: None, lambda c, r: None)
     copy = calls.copy_of(parameter).tensor
     assert torch.equal(copy, parameter)
     assert copy.storage_offset() == begin

@@ -16,7 +16,7 @@ import torch
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
-from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.store import EVICTED, PREFETCHING, Saved, Store
 
 UNSEEN_SHARE = 0.6
@@ -32,8 +32,7 @@ Reference = weakref.ref[Saved]
 class Demand:
     """Offloads tensors above a level of memory, and measures how far passes go above that level."""
 
-    def __init__(self, backend: Backend, store: Store) -> None:
-        self._backend = backend
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._surge_bytes: int | None = None
         """How far a pass went above the level; None before the first pass has ended."""
@@ -198,7 +197,7 @@ class Demand:
 
     def _over_bytes(self, budget_bytes: int) -> int:
         """So much more is in use than the level above which tensors are offloaded."""
-        used_bytes = self._backend.used_bytes()
+        used_bytes = self._store.backend.used_bytes()
         if used_bytes is None:
             counts = self._store.counts
             return counts.held_bytes + counts.beside_bytes - budget_bytes

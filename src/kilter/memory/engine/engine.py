@@ -13,7 +13,7 @@ program drops it. A pass that departs from the events of its plan drops the plan
 goes on like a watched one.
 
 This file has the engine as others see it, and where passes begin and end. `next_pass.py` decides
-what the pass that begins is to be, `planned_pass.py` carries a plan out, `watch.py` watches, and
+what the pass that begins is to be, `pass_under_plan.py` carries a plan out, `watch.py` watches, and
 `demand.py` offloads what has no plan.
 """
 
@@ -36,7 +36,7 @@ from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.next_pass import NextPass
 from kilter.memory.engine.pass_kinds import Kinds, PassKinds, PlanTerms
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
-from kilter.memory.engine.planned_pass import PlannedPass
+from kilter.memory.engine.pass_under_plan import PassUnderPlan
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.store import (
     EVICTED,
@@ -112,24 +112,17 @@ class Swapper(AbstractContextManager["Swapper"]):
         """With `segments` what calls of modules saved may be recomputed as a whole. In plans each
         tensor that is recomputed alone or offloaded counts `alone_s` of the host's time."""
         self._collector = Collector()
-        guard = called if fence is None else fence.run
-        self._store = Store(backend, guard=guard)
-        self._demand = Demand(backend, self._store)
+        self._store = Store(backend, guard=called if fence is None else fence.run)
+        self._demand = Demand(self._store)
         self.budget_bytes = budget_bytes
         """The next plans are made for this budget."""
         self.may_plan = True
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         terms = PlanTerms(link=link, planner=planner, min_bytes=min_bytes, alone_s=alone_s)
-        self._kinds = PassKinds(backend, self._store, terms)
+        self._kinds = PassKinds(self._store, terms)
         self._next = NextPass(self._kinds, self._store)
-        self._planned = PlannedPass(
-            self._store,
-            backend,
-            self._kinds,
-            self._demand,
-            self._collector,
-            guard,
-            self._next_event,
+        self._planned = PassUnderPlan(
+            self._store, self._kinds, self._demand, self._collector, self._next_event
         )
         self._planned.segments.on = segments
         self.hooks = TensorHooks(
@@ -155,8 +148,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         entered = self._entered
         self.hooks.enter()
         entered.callback(self.hooks.exit)
-        guard = called if self._fence is None else self._fence.run
-        entered.enter_context(Reach(self._store, guard))
+        entered.enter_context(Reach(self._store))
         self._planned.segments.enter()
         entered.callback(self._planned.segments.exit)
         entered.callback(
@@ -430,7 +422,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         if watched:
             planned.counts.watched += 1
             self._watch = Watch(
-                store.backend,
                 store,
                 trial=candidate is not None,
                 after_step=self._next.steps > 0,

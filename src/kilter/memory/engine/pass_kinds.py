@@ -16,7 +16,7 @@ from typing import Any
 from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
-from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
@@ -123,7 +123,7 @@ class PlanTerms:
 class PassKinds:
     """All kinds of passes so far, and the host memory that their plans share."""
 
-    def __init__(self, backend: Backend, store: Store, terms: PlanTerms) -> None:
+    def __init__(self, store: Store, terms: PlanTerms) -> None:
         self._store = store
         self._terms = terms
         self._streams: dict[tuple[int, ...], Visits] = {}
@@ -136,7 +136,7 @@ class PassKinds:
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
-        self._arena = HostArena(backend)
+        self._arena = HostArena(store.backend)
         self.peaks_bytes: list[int] = []
         """The first passes under each plan had these measured peaks, in order of planning."""
         self.unplanned_peak_bytes = 0

@@ -8,7 +8,6 @@ framework's; ours replace them while the engine runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,11 +19,11 @@ from kilter.memory.engine.store import LEAF, Itself, Store, View
 
 
 class Reach(AbstractContextManager["Reach"]):
-    """`guard` calls a function of ours, and says whether it came to its end."""
+    """All that is done in them is done by the `guard` of the store."""
 
-    def __init__(self, store: Store, guard: Callable[..., bool]) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._guard = guard
+        self._guard = store.guard
         self._replaced = Replacements()
 
     def __enter__(self) -> Reach:

@@ -20,7 +20,6 @@ from kilter.memory.engine.trial import TRIAL_PAUSE_S, WATCH_REPEATS
 from kilter.memory.engine.watch import Watch
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.backend import Backend
     from kilter.memory.engine.due_moves import DueMoves
     from kilter.memory.engine.small_copies import SmallCopies
 
@@ -34,16 +33,14 @@ class SegmentPass:
     def __init__(
         self,
         store: Store,
-        backend: Backend,
         moves: DueMoves,
         copies: SmallCopies,
-        guard: Callable[..., bool],
         next_event: Callable[[], int | None],
         depart: Callable[[], None],
     ) -> None:
         """`depart` is called where the pass departs from its plan."""
         self._store = store
-        self._backend = backend
+        self._backend = store.backend
         self._moves = moves
         self._next_event = next_event
         self._depart = depart
@@ -51,7 +48,7 @@ class SegmentPass:
         self._watch: Watch | None = None
         self.on = False
         """Calls may be recomputed."""
-        self.calls = ModuleCalls(store, backend, copies, guard, self._begins, self._ended)
+        self.calls = ModuleCalls(store, copies, self._begins, self._ended)
 
     def enter(self) -> None:
         """Calls of this thread are seen from here on."""

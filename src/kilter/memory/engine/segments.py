@@ -31,7 +31,6 @@ from kilter.memory.engine.store import EVICTED, Saved, Store, View
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.backend import Backend
     from kilter.memory.engine.small_copies import SmallCopies
 
 COPIED_BYTES = 2**20
@@ -328,18 +327,16 @@ class ModuleCalls:
     def __init__(
         self,
         store: Store,
-        backend: Backend,
         copies: SmallCopies,
-        guard: Callable[..., bool],
         begin: Callable[[torch.nn.Module], tuple[int, Any] | None],
         end: Callable[[ModuleCall, Any], None],
     ) -> None:
         self.store = store
-        self.device = backend.device
+        self.device = store.backend.device
         self._small = copies
         self.watching = False
         """The present pass is tried, or runs under a plan with segments."""
-        self._guard = guard
+        self._guard = store.guard
         self._begin = begin
         self._end = end
         self._thread = 0

@@ -393,7 +393,7 @@ class _Job:
             if type(module) is torch.nn.LayerNorm
         ]
         self._within = self._store.begin()
-        self._watch = watch = Watch(memory, self._store, trial=trial)  # type: ignore[arg-type]
+        self._watch = watch = Watch(self._store, trial=trial)
         memory.peak_bytes()
 
         def forward_and_backward() -> None:

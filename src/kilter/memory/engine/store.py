@@ -255,7 +255,7 @@ class Store:
         function came to its end."""
         self.backend = backend
         """It has the device's memory and makes the copies."""
-        self._guard = guard
+        self.guard = guard
         self._stranded: list[torch.Tensor | None] = []
         """A copy may still use this memory, after an error in waiting for that copy."""
         self.compiled: Any = None
@@ -286,7 +286,7 @@ class Store:
         """Begin a pass on this stream. Everything that is saved in the pass holds the `Pass`;
         `over` is called when nothing of that is left."""
         within = Pass(stream)
-        self.within = weakref.ref(within, lambda _: self._guard(over))
+        self.within = weakref.ref(within, lambda _: self.guard(over))
         dependents = {
             leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()
         }
@@ -604,12 +604,12 @@ class Store:
             if transfer is not None:
                 prefetched = saved.state == PREFETCHING
                 event = transfer.arrival if prefetched else transfer.departure
-                if event is not None and not self._guard(self.backend.wait, event):
+                if event is not None and not self.guard(self.backend.wait, event):
                     self._stranded.append(saved.alias)
         if transfer is not None and transfer.pooled is not None:
-            self._guard(self.pool.put, transfer.pooled)
+            self.guard(self.pool.put, transfer.pooled)
         if self.closing and self.counts.alive == 0:
-            self._guard(self.backend.close)
+            self.guard(self.backend.close)
 
     # What recipes read
 

@@ -10,7 +10,6 @@ import torch
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.aliases import bytes_of
-from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import SavedTensor
@@ -26,10 +25,8 @@ WATCH_REPEATS = 3
 class RecomputeTrial:
     """Reads recipes as tensors are saved, and carries them out when backward needs the tensors."""
 
-    def __init__(
-        self, backend: Backend, store: Store, expected_bytes: int, refused: dict[Reason, None]
-    ) -> None:
-        self._backend = backend
+    def __init__(self, store: Store, expected_bytes: int, refused: dict[Reason, None]) -> None:
+        self._backend = store.backend
         self._store = store
         self._reader = Reader(store)
         self.expected_bytes = expected_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
 from kilter.memory.engine.aliases import StorageReference
-from kilter.memory.engine.backend import Backend, CopyEvent
+from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.store import Saved, Store
@@ -82,14 +82,13 @@ class Watch:
 
     def __init__(
         self,
-        backend: Backend,
         store: Store,
         *,
         trial: bool = False,
         after_step: bool = False,
         expected_bytes: int = 0,
     ) -> None:
-        self._backend = backend
+        self._backend = store.backend
         self._store = store
         self._recorder = PassRecorder()
         self._paths = ModulePaths()
@@ -97,7 +96,7 @@ class Watch:
         self._saved: list[weakref.ref[Saved]] = []
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""
-        self.trial = RecomputeTrial(backend, store, expected_bytes, self.refused) if trial else None
+        self.trial = RecomputeTrial(store, expected_bytes, self.refused) if trial else None
         self.peak_bytes = 0
         """At most this was in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []

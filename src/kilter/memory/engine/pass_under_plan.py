@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
@@ -45,23 +44,20 @@ class PassCounts:
     watched, or among the first under a plan."""
 
 
-class PlannedPass:
+class PassUnderPlan:
     """It has no plan in passes without one, and after the pass has departed from it."""
 
     def __init__(
         self,
         store: Store,
-        backend: Backend,
         kinds: PassKinds,
         demand: Demand,
         collector: Collector,
-        guard: Callable[..., bool],
         next_event: Callable[[], int | None],
     ) -> None:
-        """`next_event` gives the number of the pass's next event, None outside of passes; `guard`
-        as in the store."""
+        """`next_event` gives the number of the pass's next event, None outside of passes."""
         self._store = store
-        self._backend = backend
+        self._backend = store.backend
         self._kinds = kinds
         self._demand = demand
         self._collector = collector
@@ -69,10 +65,8 @@ class PlannedPass:
         self._reader = Reader(store)
         self.segments = SegmentPass(
             store,
-            backend,
             self._moves,
             self._reader.copies,
-            guard,
             next_event,
             self._call_failed,
         )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.first_step import FirstStep
+from kilter.memory.state_room import SLACK, StateRoom
 from kilter.memory.state_streaming import StateStreaming
 from kilter.memory.weight_room import WeightRoom
 
@@ -40,16 +41,12 @@ if TYPE_CHECKING:
 
 STAY = "gradients and optimizer state stay"
 """It is the report where neither gradients nor state are moved."""
-SLACK = 0.1
-"""More state is offloaded than is missing, by this share of it: buckets are whole."""
 COSTS = 0.01
 """A plan for activations that costs no more of the iteration than this is left alone."""
 KNOWN_PASSES = 2
 """After so many passes of one kind its levels are known: the first makes gradients and state."""
 PAUSE = 3
 """After so many iteration ends what was decided is in force."""
-MOST_ROOMS = 2
-"""Another room is given at most so many times because the budget was missed, or first guessed."""
 POLICY_PATIENCE = 24
 """After so many iteration ends gradients that are still watched count as kept, and iterations that
 could not be timed are judged by those that could."""
@@ -60,8 +57,7 @@ before state leaves as it is made."""
 
 class StateAndWeightPolicy:
     """Decides for one job. Created with the swapper; `iteration_ended` is called after each
-    iteration. It has many attributes because what it decides next depends on all that was decided
-    since the first step."""
+    iteration."""
 
     def __init__(
         self,
@@ -88,10 +84,7 @@ class StateAndWeightPolicy:
         self.weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)
         self._iteration_ends = 0
         """So many have passed since something was changed."""
-        self._rooms = 0
-        """Room for what is missing was made so many times."""
-        self._guessed = False
-        """The room was set before anything was known."""
+        self._room = StateRoom()
         self.settled = False
         """Nothing is left to decide."""
         self._smaller = False
@@ -164,9 +157,11 @@ class StateAndWeightPolicy:
             self._iteration_ends = 0
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
-        guessed = self._guessed and not self.streaming.chosen
+        guessed = self._room.guessed and not self.streaming.chosen
         fits = missing_bytes <= 0 and not guessed
-        if fits or self._rooms >= MOST_ROOMS or not self._set_room(mover, missing_bytes):
+        if not fits and self._room.give(mover, self.report, missing_bytes):
+            self._iteration_ends = 0
+        else:
             self._move_weights(missing_bytes)
 
     def _make_way(self, report: SwapReport) -> bool:
@@ -227,7 +222,7 @@ class StateAndWeightPolicy:
         from kilter.memory.engine.state import StateMover
 
         self._iteration_ends = 0
-        self._guessed = room_bytes is not None
+        self._room.guessed = room_bytes is not None
         mover = StateMover(
             self._backend(),
             link=self._link,
@@ -250,22 +245,6 @@ class StateAndWeightPolicy:
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
         self.streaming.changed(None if self.mover is None else self.mover.visits())
-
-    def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
-        """Offload as much state as is missing, a little more each time, or fetch some where the
-        room was a guess. Whether that is another room than before."""
-        report = self.report
-        assert report is not None
-        self._guessed = False
-        total_bytes = report.state_bytes + report.offloaded_bytes
-        more_bytes = int(missing_bytes + SLACK * abs(missing_bytes))
-        room_bytes = min(total_bytes, max(0, report.state_bytes - more_bytes))
-        if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
-            return False
-        self._rooms += 1
-        self._iteration_ends = 0
-        mover.make_room(room_bytes)
-        return True
 
     def _move_weights(self, missing_bytes: int) -> None:
         """The last resort: offload weights for what is still missing, a little more each time."""

@@ -315,7 +315,7 @@ bool give_up(Position* self, PyObject* saved, PyObject* reference) {
   return true;
 }
 
-// `DueMoves.carry_out` of due_moves.py, where tensors leave for their recipes. False: another case.
+// `DueMoves.carry_out` of pass_under_plan.py, where tensors leave for their recipes. False: another case.
 bool evict(Position* self, const PlannedStep& step) {
   if (step.evict_count == 0) return true;
   if (recording) return false;

@@ -20,7 +20,7 @@ from kilter.memory.engine.trial import TRIAL_PAUSE_S, WATCH_REPEATS
 from kilter.memory.engine.watch import Watch
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.due_moves import DueMoves
+    from kilter.memory.engine.pass_under_plan import DueMoves
     from kilter.memory.engine.small_copies import SmallCopies
 
 LARGEST_SHARE = 1 / 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from types import SimpleNamespace
@@ -92,6 +93,17 @@ def test_a_plan_that_has_fitted_is_begun_with_again() -> None:
         now = rare if number % 16 == 15 else usual
         assert begun is usual or number < 12 or number % 16 < 4
         order.pass_ended(begun, now.events if now is begun else None, 1)
+
+
+def test_passes_that_depart_at_random_do_not_cost_others_their_plan() -> None:
+    order, usual, chance = PassOrder(), plan(1, 2), random.Random(0)
+    without = 0
+    for _ in range(1000):
+        begun = order.plan((usual,))
+        without += begun is None
+        departs = chance.random() < 0.1
+        order.pass_ended(begun, None if departs else usual.events, 1)
+    assert without < 50
 
 
 def test_where_every_plan_has_failed_none_is_begun_with() -> None:
@@ -198,3 +210,37 @@ def test_a_step_of_another_training_does_not_cut_a_pass_in_two() -> None:
         assert len(swapper.records()) == 1
     assert report.planned > 15
     assert report.deviations == 0
+
+
+def lazily_regularized(iterations: int, every: int, swapper: Swapper | None) -> list[Tensor]:
+    """Losses and parameters; one iteration of `every` has another loss as well, in the same
+    pass."""
+    net = network()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    found = []
+    for number in range(iterations):
+        loss = net(torch.randn(ROWS, WIDTH)).square().mean()
+        if number % every == every - 1:
+            loss = loss + net(torch.randn(ROWS, WIDTH)).exp().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *(parameter.detach() for parameter in net.parameters())]
+
+
+@pytest.mark.parametrize("every", [2, 8, 16])
+def test_a_pass_that_comes_once_in_so_many_gets_a_plan_of_its_own(every: int) -> None:
+    """It begins like the usual one."""
+    plain = lazily_regularized(16 * every, every, None)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    with Swapper(
+        SteadyStandIn(), budget_bytes=5 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        governed = lazily_regularized(16 * every, every, swapper)
+        before = swapper.report()
+        lazily_regularized(4 * every, every, swapper)
+        after = swapper.report()
+    assert all(map(torch.equal, plain, governed))
+    assert len(before.plans) == 2
+    assert after.planned - before.planned >= 4 * every - 1

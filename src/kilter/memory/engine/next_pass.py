@@ -7,7 +7,7 @@ departed from it after the same passes before, or too many passes have lately de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kilter.memory.engine.pass_kinds import PassKind, PassKinds
 from kilter.memory.engine.ready import Ready
@@ -22,6 +22,8 @@ MOST_ORDERS = 256
 """What came before passes; where shapes keep changing there is no end to it."""
 TRUSTED = 4
 """After so many passes a plan is known to fit: it may fail as often before another one is tried."""
+AGREED = 2
+"""If a plan has failed so often at a place, it does not fit there, whatever came before."""
 LOOK = 4
 """How many passes are watched then, so that kinds that alternate are all watched."""
 
@@ -48,7 +50,7 @@ class Deviations:
 class PassOrder:
     """Which plan fits after which passes. Programs repeat theirs in the same order (a critic twice,
     once with the gradient penalty, then its generator), and passes that begin alike may end
-    otherwise."""
+    otherwise: after other passes, or once in so many (a penalty in every sixteenth)."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] = (0, 0)
@@ -56,32 +58,71 @@ class PassOrder:
         self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
         """It says, by what came before, how often passes lately kept to the plan for these events;
         less than 0: never."""
+        self._since = 0
+        """So many passes have ended since one that was not the usual one at its place."""
+        self._fits_then: dict[tuple[int, int, int], dict[tuple[int, ...], int]] = {}
+        """It says the same for places at which another pass than the usual one has come, by what
+        came before and how many passes ago that was."""
 
     def plan(self, plans: Sequence[Ready]) -> Ready | None:
         """The one to begin with; None where each has failed."""
-        known = self._fits.get(self._last, {})
-        best = max(plans, key=lambda plan: known.get(plan.events, 0), default=None)
-        return None if best is None or known.get(best.events, 0) < 0 else best
+        best = max(plans, key=lambda plan: self._judged(plan.events), default=None)
+        return None if best is None or self._fit(best.events) < 0 else best
+
+    def expects(self, plans: Sequence[Ready]) -> bool:
+        """One of them is for the pass that begins now, as far as those before tell."""
+        return any(self._fit(plan.events) > 0 for plan in plans)
+
+    def _fit(self, events: tuple[int, ...]) -> int:
+        then, usually = self._judged(events)
+        return then or usually
+
+    def _judged(self, events: tuple[int, ...]) -> tuple[int, int]:
+        """How often passes with these events have lately come at the present place, and after the
+        last passes; less than 0: never. One that failed to come once does not count there."""
+        then = self._fits_then.get((*self._last, self._since), {}).get(events, 0)
+        usually = self._fits.get(self._last, {}).get(events, 0)
+        return 0 if -AGREED < then < 0 else then, usually
 
     def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
         """A pass that began with a plan had these events; None: others than those of any plan, from
         its event number `event` on."""
-        if len(self._fits) == MOST_ORDERS:
-            self._fits.clear()
-        known = self._fits.setdefault(self._last, {})
-        if begun is not None and begun.events != events:
-            known[begun.events] = known.get(begun.events, 0) - 1
-        if events is not None:
-            known[events] = min(TRUSTED, known.get(events, 0) + 1)
+        usual, place = self._usual(), (*self._last, self._since)
+        rare = usual is not None and usual != events
+        _count(self._fits, self._last, begun, events)
+        if rare or place in self._fits_then:
+            _count(self._fits_then, place, begun, events)
+        self._since = 0 if rare else self._since + 1
         self._last = self._last[1], event if events is None else hash(events)
 
     def pass_unseen(self) -> None:
         """A pass without a plan has ended that was not watched. It is taken for the one that came
         at this place most often."""
+        usual = self._usual()
+        self._since += 1
+        self._last = self._last[1], 0 if usual is None else hash(usual)
+
+    def _usual(self) -> tuple[int, ...] | None:
+        """What came most often after such passes as the last ones."""
         known = self._fits.get(self._last, {})
         usual = max(known, key=known.__getitem__, default=None)
-        seen = usual is not None and known[usual] > 0
-        self._last = self._last[1], hash(usual) if seen else 0
+        return usual if usual is not None and known[usual] > 0 else None
+
+
+def _count(
+    fits: dict[Any, dict[tuple[int, ...], int]],
+    place: tuple[int, ...],
+    begun: Ready | None,
+    events: tuple[int, ...] | None,
+) -> None:
+    """A pass that began with a plan had these events, at this place."""
+    if len(fits) == MOST_ORDERS:
+        fits.clear()
+    known = fits.setdefault(place, {})
+    if begun is not None and begun.events != events:
+        known[begun.events] = known.get(begun.events, 0) - 1
+    if events is not None:
+        known[events] = min(TRUSTED, known.get(events, 0) + 1)
 
 
 class Beginning(NamedTuple):
@@ -113,7 +154,7 @@ class NextPass:
         self._round += 1
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
-        plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])
+        plan = self._order.plan(_plans(alike))
         watched = candidate is not None or self._to_be_watched(alike, plan)
         if watched or self._store.counts.evicted:
             plan = None
@@ -137,7 +178,8 @@ class NextPass:
 
     def _candidate(self, first: int, budget_bytes: int, *, may_plan: bool) -> PassKind | None:
         """The kind of pass that is to be tried now. Those that were tried are planned."""
-        candidate = self._kinds.candidate(self.steps, first)
+        planned = self._order.expects(_plans(self._kinds.alike(first)))
+        candidate = self._kinds.candidate(self.steps, first, planned=planned)
         if candidate is not None and candidate.tried:
             if may_plan:
                 self._kinds.plan(candidate, budget_bytes)
@@ -162,3 +204,7 @@ class NextPass:
         unplanned = [kind for kind in alike if kind.plan is None]
         hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
+
+
+def _plans(kinds: Sequence[PassKind]) -> list[Ready]:
+    return [kind.plan for kind in kinds if kind.plan is not None]

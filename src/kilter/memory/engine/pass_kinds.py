@@ -225,12 +225,14 @@ class PassKinds:
         """Those that begin with this event."""
         return [kind for kind in self if kind.record.events[0] == first]
 
-    def candidate(self, steps: int, first: int) -> PassKind | None:
-        """One that was watched long enough, has no plan yet, and begins with this event."""
+    def candidate(self, steps: int, first: int, *, planned: bool) -> PassKind | None:
+        """One that was watched long enough, has no plan yet, and begins with this event. `planned`
+        says that a pass with a plan is to be expected: what was once tried in vain is not tried in
+        that one."""
         for kind in self.alike(first):
             if kind.trials >= MAX_TRIALS and not kind.tried:
                 kind.hopeless = True
-            if kind.plan or kind.hopeless:
+            if kind.plan or kind.hopeless or (planned and kind.trials):
                 continue
             passes = kind.record.passes
             settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed

@@ -83,6 +83,8 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     none."""
     iteration_s: float | None
     """The iterations under the plan took this in the median."""
+    iteration_passes: float = 1.0
+    """An iteration has so many passes in the mean."""
     planned_iterations: int = 0
     """Since the first of them so many iterations have ended with a pass under a plan."""
     other_iterations: int = 0

@@ -73,7 +73,7 @@ class HostTime:
             return False
         report = self._swapper.report()
         plan = max(report.plans, key=lambda plan: plan.peak_before_bytes)
-        passes = max(1.0, report.passes / max(1, self._times.index))
+        passes = self._times.passes_each(report.passes)
         planned_s = passes * (plan.iteration_s - plan.compute_s)
         beyond_s = max(0.0, operations_s - plain_s - planned_s)
         self.each_s = beyond_s / max(1.0, passes * (plan.recomputed + plan.swapped))

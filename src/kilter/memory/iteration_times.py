@@ -60,6 +60,10 @@ class IterationTimes:
         """An iteration under these plans takes this in the median; None: not known yet."""
         return median_s(self.planned_s) if len(self.planned_s) >= MEASURED else None
 
+    def passes_each(self, passes: int) -> float:
+        """An iteration has so many passes in the mean, if there were so many in all."""
+        return max(1.0, passes / max(1, self.index))
+
     def in_vain(self) -> bool:
         """After each iteration in which that is waited for: it was waited for long enough."""
         self._left -= 1

@@ -147,6 +147,7 @@ class JobRecord:
                 least_bytes=least_bytes,
                 plain_iteration_s=median_s(self._times.plain_s),
                 iteration_s=median_s(self._times.planned_s),
+                iteration_passes=self._times.passes_each(report.passes),
                 planned_iterations=self._times.counts["planned"],
                 other_iterations=self._times.counts["others"],
                 other_iteration_s=median_s(self._times.others_s),

@@ -431,18 +431,20 @@ def without_plan(memory: MemoryReport) -> str:
 
 
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
-    """What an iteration takes longer than the plan accounts for, where that is a lot."""
+    """What an iteration takes longer than the plan accounts for, where that is a lot. Each pass of
+    an iteration counts like the largest one: what smaller ones take is not said to be missing."""
     record, plan = memory.record, memory.plan
     before_s = record.plain_iteration_s if memory.slowdown is not None else None
     after_s = record.iteration_s
     if record.backend == "stand-in" or plan is None or after_s is None or record.own_checkpointing:
         return []
     if before_s is None:
-        beyond_s = after_s - plan.iteration_s
+        beyond_s = after_s - record.iteration_passes * plan.iteration_s
         what = "are no part of forward and backward as planned: the optimizer, other work of the"
         what += " program, and the host where it is late in issuing"
     else:
-        beyond_s = (after_s - before_s) - (plan.iteration_s - plan.compute_s)
+        planned_s = record.iteration_passes * (plan.iteration_s - plan.compute_s)
+        beyond_s = (after_s - before_s) - planned_s
         what = "are not in the plan, which counts the device's time alone: the host is likely late"
         what += " in issuing"
     if beyond_s < BEYOND * (before_s or plan.iteration_s):

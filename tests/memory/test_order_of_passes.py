@@ -244,3 +244,26 @@ def test_a_pass_that_comes_once_in_so_many_gets_a_plan_of_its_own(every: int) ->
     assert all(map(torch.equal, plain, governed))
     assert len(before.plans) == 2
     assert after.planned - before.planned >= 4 * every - 1
+
+
+def test_a_pass_that_has_no_plan_does_not_begin_with_that_of_another_each_time() -> None:
+    """It comes once in eight times, and the budget cannot hold it."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    with Swapper(
+        SteadyStandIn(), budget_bytes=4 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        for number in range(160):
+            x = torch.randn(ROWS, WIDTH).requires_grad_()
+            loss = net(x).square().mean()
+            if number % 8 == 7:
+                (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+                loss = loss + slope.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = swapper.report()
+    assert len(report.plans) == 1
+    assert report.deviations <= 3
+    assert report.planned >= 160 * 7 // 8 - 16

@@ -87,8 +87,7 @@ class PassOrder:
     def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
         """A pass that began with a plan had these events; None: others than those of any plan, from
         its event number `event` on."""
-        usual, place = self._usual(), (*self._last, self._since)
-        rare = usual is not None and usual != events
+        rare, place = self._is_rare(events), (*self._last, self._since)
         _count(self._fits, self._last, begun, events)
         if rare or place in self._fits_then:
             _count(self._fits_then, place, begun, events)
@@ -98,15 +97,20 @@ class PassOrder:
     def pass_unseen(self) -> None:
         """A pass without a plan has ended that was not watched. It is taken for the one that came
         at this place most often."""
-        usual = self._usual()
-        self._since += 1
-        self._last = self._last[1], 0 if usual is None else hash(usual)
+        then = self._fits_then.get((*self._last, self._since), {})
+        events = _most_often(then) if then else _most_often(self._fits.get(self._last, {}))
+        self._since = 0 if self._is_rare(events) else self._since + 1
+        self._last = self._last[1], 0 if events is None else hash(events)
 
-    def _usual(self) -> tuple[int, ...] | None:
-        """What came most often after such passes as the last ones."""
-        known = self._fits.get(self._last, {})
-        usual = max(known, key=known.__getitem__, default=None)
-        return usual if usual is not None and known[usual] > 0 else None
+    def _is_rare(self, events: tuple[int, ...] | None) -> bool:
+        """After such passes as the last ones another pass is usual."""
+        return _most_often(self._fits.get(self._last, {})) not in (None, events)
+
+
+def _most_often(known: dict[tuple[int, ...], int]) -> tuple[int, ...] | None:
+    """The events that came most often; None: none came lately."""
+    found = max(known, key=known.__getitem__, default=None)
+    return found if found is not None and known[found] > 0 else None
 
 
 def _count(

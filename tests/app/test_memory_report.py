@@ -369,6 +369,11 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         sizes("peak_before_bytes", "budget_bytes"),
     ),
     (
+        rf"memory: no plan: peak ({SIZE}) -> ({SIZE})(?:, OVER the budget of ({SIZE}))?, "
+        rf"(?:{MOVED_WORDS}){LABELLED}",
+        met,
+    ),
+    (
         rf"memory: peak ({SIZE}) would be (?:{SIZE}); (?:{MOVED_WORDS}){LABELLED}",
         lambda match, found: sizes("peak_before_bytes")(match, found) and not found["applied"],
     ),
@@ -533,6 +538,18 @@ def test_a_run_killed_before_its_first_pass_may_have_had_much_to_move() -> None:
 def test_a_run_killed_before_a_plan() -> None:
     memory = changed({"peak_bytes": None, "least_bytes": None, "iteration_s": None}, ())
     assert headline(memory) == ("memory: no plan yet: peak 45.0 GiB, budget 30.0 GiB [measured]")
+
+
+def test_what_was_reached_without_a_plan_is_said() -> None:
+    """Shapes keep changing, and tensors are offloaded on demand, or blocks are checkpointed."""
+    none = {"least_bytes": None, "iteration_s": None, "recomputed": 0}
+    moved = {"out_bytes": 3 * GIB, "in_bytes": 3 * GIB}
+    on_demand = "memory: no plan: peak 45.0 GiB -> 29.0 GiB, 3.0 GiB out and 3.0 GiB in [measured]"
+    assert headline(changed(none | moved, ())) == on_demand
+    over = headline(changed(none | moved | {"peak_bytes": 31 * GIB}, ()))
+    assert "-> 31.0 GiB, OVER the budget of 30.0 GiB, 3.0 GiB out" in over
+    own = headline(changed(none | moved | {"own_checkpointing": True}, ()))
+    assert own.endswith("-> 29.0 GiB, the model's own checkpointing is on [measured]")
 
 
 def test_each_ranks_peak() -> None:

@@ -26,7 +26,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
 from kilter.memory.host_time import HOST_EACH_S
-from kilter.memory.iteration_times import MEASURED, PATIENCE, IterationTimes
+from kilter.memory.iteration_times import MEASURED, MIXED, PATIENCE, IterationTimes
 from kilter.memory.kept_calls import KeptCall, KeptCalls
 from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
@@ -54,11 +54,16 @@ class Engine:
     plan_s: float = 0.1
     passes: int = 0
     """None is counted: an iteration has one."""
+    spilled: int = 0
 
     def report(self) -> Any:
         plan = SimpleNamespace(compute_s=0.08, peak_before_bytes=9, recomputed=200, swapped=0)
         plan.iteration_s, plan.stall_s = self.plan_s, self.stall_s
-        return SimpleNamespace(recomputed=self.recomputed, plans=(plan,), passes=self.passes)
+        counts = SimpleNamespace(
+            recomputed=self.recomputed, passes=self.passes, spilled=self.spilled
+        )
+        counts.plans = (plan,)
+        return counts
 
     budget_bytes: int = 47
 
@@ -464,6 +469,76 @@ def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said()
     assert engine.asked[0] is True  # calls are tried in its place
     assert choice.words.endswith("config.use_cache = False allows it")
     assert not model.layers[0].gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("own_s", "words"),
+    [
+        (0.2, "the model's own checkpointing is on (_Model): 200 ms an iteration with"),
+        (0.4, "tensors are offloaded on demand, as shapes keep changing: 400 ms an iteration with"),
+    ],
+    ids=["faster", "slower"],
+)
+def test_where_shapes_keep_changing_own_checkpointing_is_compared_with_no_plan(
+    own_s: float, words: str
+) -> None:
+    model, engine, times = _Model(), Engine(spilled=3), IterationTimes()
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=False, changing=True)
+    model(torch.randn(4, 64))
+    for duration_s in (0.3, own_s, 0.3):
+        times.mixed_s.extend([duration_s] * (MIXED - 1))
+        choice.iteration_ended(settled=False, changing=True)
+        assert not choice.decided
+        times.mixed_s.append(duration_s)
+        choice.iteration_ended(settled=False, changing=True)
+    assert choice.words.startswith(words)
+    assert choice.words.endswith("300 ms with tensors offloaded on demand [measured]")
+    assert model.layers[0].gradient_checkpointing == (own_s < 0.3)
+    assert engine.asked == []  # calls are not tried
+    assert choice.kept is None
+
+
+def test_where_shapes_change_and_all_fits_nothing_is_compared() -> None:
+    model, engine, times = _Model(), Engine(spilled=0), IterationTimes()
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=False, changing=True)
+    model(torch.randn(4, 64))
+    times.mixed_s.extend([0.1] * MIXED)
+    choice.iteration_ended(settled=False, changing=True)
+    assert not choice.decided
+    assert not model.layers[0].gradient_checkpointing
+
+
+def of_any_length(iterations: int) -> tuple[list[Tensor], nn.Module]:
+    """The losses, where no two passes save tensors of the same sizes."""
+    torch.manual_seed(0)
+    net = _Model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    found = []
+    for number in range(iterations):
+        loss = net(torch.randn(300 + number * 37 % 211, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found, net
+
+
+def test_a_run_whose_shapes_keep_changing_compares_and_says_so(tmp_path: Path) -> None:
+    plain, _ = of_any_length(210)
+    out = tmp_path / "run"
+    undo = small_tensors(64 * 64 * 4)
+    with kilter.govern(memory_budget="60%", recompute="auto", device="null", out=out):
+        governed, net = of_any_length(210)
+    undo()
+    assert all(torch.equal(a, b) for a, b in zip(plain, governed, strict=True))
+    memory = json.loads((out / "report.json").read_text())["memory"]
+    assert "with the model's own checkpointing, " in memory["recompute_choice"]
+    assert memory["recompute_choice"].endswith("with tensors offloaded on demand [measured]")
+    assert not any(layer.gradient_checkpointing for layer in net.layers)
+    assert memory["peak_bytes"] <= memory["budget_bytes"]
+    assert memory["planned"] == 0
 
 
 @pytest.fixture

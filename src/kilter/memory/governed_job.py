@@ -208,7 +208,8 @@ class GovernedJob:
             if not self._run.dry_run:
                 self._compiled.iteration_ended(self._budget.in_force.size_bytes, self._plain_pass)
         report = self._swapper.report()
-        self._times.planned(now=self._swapper.planned and not self._run.dry_run)
+        planned = self._swapper.planned and not self._run.dry_run
+        self._times.planned(now=planned, watched=self._swapper.watching)
         self._record.iteration_ended(report, stands=self._stands)
         if not self._stopped and not self._compiled.searching:
             self._make_room(report)
@@ -230,11 +231,22 @@ class GovernedJob:
         if policy is None or policy.settled:
             self._budget.settle_for_least(self._link)
 
+    def _changing(self, report: SwapReport) -> bool:
+        """Shapes keep changing under a budget, most iterations have no plan, and nothing else is
+        being decided."""
+        counts, policy = self._times.counts, self._policy
+        mostly = report.watched_every > 1 and counts["others"] >= counts["planned"]
+        decided = not self._compiled.searching and (policy is None or policy.mover is None)
+        return mostly and decided and self._budget.in_force.size_bytes is not None
+
     def _choose(self) -> None:
         """Single operations or calls of modules."""
         choice = self._choice
         if choice is not None and not choice.decided and self._swapper.hooks.in_thread:
-            choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
+            report = self._swapper.report()
+            choice.iteration_ended(
+                settled=self._stands and report.settled, changing=self._changing(report)
+            )
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")
                 choice.keep()

@@ -10,6 +10,8 @@ from kilter.observe.end_times import Iteration
 
 MEASURED = 10
 """Of so many iterations under plans of one sort the median counts."""
+MIXED = 20
+"""Of so many it counts where shapes keep changing, and with them what an iteration takes."""
 PATIENCE = 64
 """They have to be planned and measured within so many iterations."""
 
@@ -22,7 +24,7 @@ class IterationTimes:
         self.index = -1
         """The last iteration end has this number."""
         self._was_planned = False
-        self._durations_s: dict[int, deque[float]] = {}
+        self._durations_s: dict[int, list[deque[float]]] = {}
         """It says, by iteration end, where the duration of the iteration that it ends belongs."""
         self.plain_s: deque[float] = deque(maxlen=64)
         """Iterations with everything kept, and without the engine, took these."""
@@ -30,6 +32,9 @@ class IterationTimes:
         """Iterations that were under a plan from their begin to their end took these."""
         self.others_s: deque[float] = deque(maxlen=512)
         """Iterations since then whose last pass was not under a plan took these."""
+        self.mixed_s: deque[float] = deque(maxlen=MIXED)
+        """The last iterations took these, under a plan or not, unless their last pass was
+        watched."""
         self.counts = {"planned": 0, "others": 0}
         """So many iterations have ended with a pass under a plan of this sort, and without, since
         the first one was timed."""
@@ -37,14 +42,18 @@ class IterationTimes:
 
     def was_plain(self) -> None:
         """The iteration that ends here ran without the engine."""
-        self._durations_s[self.index] = self.plain_s
+        self._durations_s[self.index] = [self.plain_s]
 
-    def planned(self, *, now: bool) -> None:
-        """Whether a plan is in force at this iteration end."""
+    def planned(self, *, now: bool, watched: bool = False) -> None:
+        """Whether a plan is in force at this iteration end, and whether the last pass was
+        watched."""
+        of = self._durations_s.setdefault(self.index, [])
         if now and self._was_planned:
-            self._durations_s[self.index] = self.planned_s
+            of.append(self.planned_s)
         elif not now and self.planned_s:
-            self._durations_s[self.index] = self.others_s
+            of.append(self.others_s)
+        if not watched and self.plain_s not in of:
+            of.append(self.mixed_s)
         if self.planned_s:
             self.counts["planned" if now else "others"] += 1
         self._was_planned = now
@@ -52,6 +61,7 @@ class IterationTimes:
     def begin_plan(self) -> None:
         """Iterations from here on run under plans of another sort: they are timed on their own."""
         self.planned_s, self.others_s = deque(maxlen=512), deque(maxlen=512)
+        self.mixed_s = deque(maxlen=MIXED)
         self.counts = dict.fromkeys(self.counts, 0)
         self._was_planned = False
         self._left = PATIENCE
@@ -59,6 +69,10 @@ class IterationTimes:
     def measured_s(self) -> float | None:
         """An iteration under these plans takes this in the median; None: not known yet."""
         return median_s(self.planned_s) if len(self.planned_s) >= MEASURED else None
+
+    def mixed_measured_s(self) -> float | None:
+        """An iteration takes this in the median, under a plan or not; None: not known yet."""
+        return median_s(self.mixed_s) if len(self.mixed_s) == MIXED else None
 
     def passes_each(self, passes: int) -> float:
         """An iteration has so many passes in the mean, if there were so many in all."""
@@ -72,9 +86,10 @@ class IterationTimes:
     def add(self, finished: Sequence[Iteration], disturbed: Callable[[Iteration], bool]) -> None:
         """Durations have become known; those of disturbed iterations do not count."""
         for iteration in finished:
-            durations_s = self._durations_s.pop(iteration.index, None)
-            if durations_s is not None and not disturbed(iteration):
-                durations_s.append(iteration.duration_s)
+            found = self._durations_s.pop(iteration.index, [])
+            if found and not disturbed(iteration):
+                for durations_s in found:
+                    durations_s.append(iteration.duration_s)
 
 
 def median_s(durations_s: deque[float]) -> float | None:

@@ -50,6 +50,8 @@ class TurnNote(msgspec.Struct, frozen=True):
     """An iteration took this; None: it was not measured."""
     why_not: str
     """Why the other way is not measured; empty: it is."""
+    changing: bool = False
+    """Shapes keep changing: iterations were measured with a plan or without."""
     kept: KeptRecompute | None = None
     """What an earlier run of the job has chosen, of which rank 0 alone hears."""
 
@@ -63,6 +65,7 @@ class TurnNote(msgspec.Struct, frozen=True):
             tensors=max(self.tensors, other.tensors),
             seconds=max(self.seconds or 0.0, other.seconds or 0.0) if both else None,
             why_not=self.why_not or other.why_not or unlike,
+            changing=self.changing or other.changing,
             kept=self.kept or other.kept,
         )
 

@@ -7,6 +7,9 @@ and measured; two at a time are compared (`way_comparison.py`). What single oper
 the host's time is counted in plans for them where that makes iterations shorter, and when calls are
 chosen, for each tensor that they spare (`host_time.py`).
 
+Where shapes keep changing, most passes have no plan, and tensors are offloaded on demand. Then that
+is compared with the model's own checkpointing, by all iterations.
+
 A job that comes again begins with the way that its last run has measured to be the fastest
 (`kept_recompute.py`), and compares them only where that way is not to be had any more.
 
@@ -87,6 +90,8 @@ class RecomputeChoice:
         self.plain = PlainPass()
         self._note: TurnNote | None = None
         """This rank's turn is over, and that is what it has found, and has to say."""
+        self._changing = False
+        """Shapes keep changing."""
         self.words = ""
         """What came of it, in a sentence; empty: not decided."""
 
@@ -100,8 +105,12 @@ class RecomputeChoice:
         self._ranks.tick()
         self._history.tick()
 
-    def iteration_ended(self, *, settled: bool) -> None:
-        """`settled` says that the job's budget and plans stand, but for this choice."""
+    def iteration_ended(self, *, settled: bool, changing: bool = False) -> None:
+        """`settled` says that the job's budget and plans stand, but for this choice; `changing`
+        that its shapes keep changing, so that they never will."""
+        if changing != self._changing and not self._comparison.begun:
+            self._changing = changing
+            self._times.mixed_s.clear()
         if not (self._ranks.said or self._say(settled)):
             return
         heard = self._ranks.heard()
@@ -133,6 +142,7 @@ class RecomputeChoice:
     def _say(self, settled: bool) -> bool:
         """Whether the turn of this rank is over, and the others are told."""
         operations = self.in_force.way is RecomputeWay.OPERATIONS
+        settled |= self._changing
         if self._note is None and not (operations and not (settled and self._looked())):
             self._note = self._earlier() if self._begins else self._turn()
         note = self._note
@@ -140,6 +150,7 @@ class RecomputeChoice:
             return False
         kept = note.kept
         records = kept.way is RecomputeWay.CALLS if kept else operations and not self._begins
+        records &= not note.changing
         if records and not note.why_not and not self._can_record():
             return False
         self._ranks.say(note)
@@ -157,16 +168,22 @@ class RecomputeChoice:
             self._stay_with(self.kept, heard.why_not)
             return
         comparison, way = self._comparison, self.in_force.way
+        comparison.on_demand = heard.changing
         clear = comparison.add(heard.seconds)
         assert comparison.other is not None
         if not (clear or heard.why_not):
             other = comparison.other if way is comparison.base else comparison.base
             self.in_force.take(other, heard.share)
-        elif clear and comparison.other is RecomputeWay.OWN and heard.tensors <= MOST_TENSORS:
+        elif clear and self._calls_are_next(heard):
             comparison.go_on_with(RecomputeWay.CALLS)
             self.in_force.take(RecomputeWay.CALLS, heard.share)
         else:
             self._decide(heard)
+
+    def _calls_are_next(self, heard: TurnNote) -> bool:
+        """They are compared with what has turned out to be the faster of the other two."""
+        own = self._comparison.other is RecomputeWay.OWN
+        return own and heard.tensors <= MOST_TENSORS and not heard.changing
 
     def _looked(self) -> bool:
         """It is known what single operations are compared with. One iteration is looked at for
@@ -215,6 +232,8 @@ class RecomputeChoice:
 
     def _turn(self) -> TurnNote | None:
         """The present way was measured, or will not be. None: neither."""
+        if self._changing:
+            return self._turn_of_changing_shapes()
         way, swapper, other = self.in_force.way, self._swapper, self._comparison.other
         measured_s = self._times.measured_s()
         why_not = ""
@@ -240,6 +259,14 @@ class RecomputeChoice:
             why_not = f"{way.value} got no plan in time"
         return self._note_of(measured_s, why_not)
 
+    def _turn_of_changing_shapes(self) -> TurnNote | None:
+        """The same where most passes have no plan. What single operations would take is not
+        known."""
+        if self._comparison.other is not RecomputeWay.OWN or not self._swapper.report().spilled:
+            return None
+        measured_s = self._times.mixed_measured_s()
+        return None if measured_s is None else self._note_of(measured_s, "")
+
     @property
     def _no_calls(self) -> str:
         """Why calls are not tried beside single operations, whatever is measured."""
@@ -252,14 +279,16 @@ class RecomputeChoice:
         self, measured_s: float | None, why_not: str, kept: KeptRecompute | None = None
     ) -> TurnNote:
         models, plain = self.in_force.models, self.plain
-        return TurnNote(models, plain.share, plain.tensors, measured_s, why_not, kept)
+        return TurnNote(
+            models, plain.share, plain.tensors, measured_s, why_not, self._changing, kept
+        )
 
     def _decide(self, heard: TurnNote) -> None:
         way = self._comparison.base
         if way is not self.in_force.way:
             self.in_force.take(way, heard.share)
         self._stay("; ".join(filter(None, (self._comparison.words, heard.why_not))))
-        if self._comparison.measured_s:
+        if self._comparison.measured_s and not heard.changing:
             self.kept = KeptRecompute(
                 day=date.today().isoformat(),
                 way=way,
@@ -270,7 +299,7 @@ class RecomputeChoice:
             )
 
     def _stay(self, why: str) -> None:
-        self.words = self.in_force.stay(why)
+        self.words = self.in_force.stay(why, on_demand=self._comparison.on_demand)
 
     def _note_pass(self) -> None:
         largest = self._swapper.largest_pass()

@@ -23,6 +23,9 @@ class WayComparison:
         self.base = RecomputeWay.OPERATIONS
         self.other: RecomputeWay | None = None
         """It is None until the job was looked at."""
+        self.on_demand = False
+        """Most passes have no plan: where nothing is checkpointed, tensors are offloaded on
+        demand."""
         self._turns_s: list[float] = []
         """An iteration takes so many seconds in each turn of the two."""
         self.measured_s: dict[RecomputeWay, float] = {}
@@ -52,7 +55,10 @@ class WayComparison:
     @property
     def words(self) -> str:
         """What was measured; empty: nothing."""
-        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in self.measured_s.items()]
+        names = {way: way.value for way in RecomputeWay}
+        if self.on_demand:
+            names[RecomputeWay.OPERATIONS] = "tensors offloaded on demand"
+        each = [f"{show_time(time_s)} with {names[way]}" for way, time_s in self.measured_s.items()]
         measured = ", ".join(each).replace(" with", " an iteration with", 1)
         return f"{measured} [measured]" if each else ""
 

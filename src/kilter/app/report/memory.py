@@ -282,14 +282,18 @@ def result(memory: MemoryReport) -> Finding:
         return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
         return Finding(_unmet(memory, before, budget), label)
+    after = show_bytes(record.peak_bytes)
+    over = "" if memory.within is not False else f", OVER the budget of {budget}"
     if memory.feasible is None:
-        return Finding(f"no plan yet: peak {before}, budget {budget}", label)
+        own = "the model's own checkpointing is on" if record.own_checkpointing else ""
+        moved = (own or memory.moved) if record.applied else ""
+        if record.peak_bytes is None or not moved:
+            return Finding(f"no plan yet: peak {before}, budget {budget}", label)
+        return Finding(f"no plan: peak {before} -> {after}{over}, {moved}", label)
     if not record.applied:
         planned = show_bytes(memory.plans[-1].peak_bytes)
         moved = memory.moved or "nothing was moved"
         return Finding(f"peak {before} would be {planned}; {moved}", Label.SIMULATED.value)
-    after = show_bytes(record.peak_bytes)
-    over = "" if memory.within is not False else f", OVER the budget of {budget}"
     return Finding(f"peak {before} -> {after}{over}{_slower(memory)}", label)
 
 

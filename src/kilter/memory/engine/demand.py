@@ -92,11 +92,11 @@ class Demand:
             self.lent.append(saved.itself)
         return over
 
-    def before_save(self, budget_bytes: int) -> None:
-        """Where the budget is reached, start to copy what nothing else uses, and evict it; what is
-        held by the program waits for a later event."""
+    def before_save(self, budget_bytes: int, size_bytes: int) -> None:
+        """So many bytes are saved. Where the budget is reached, start to copy what nothing else
+        uses, and evict it; what is held by the program waits for a later event."""
         if self._resident or self.lent or self._leaving:
-            over_bytes = self._over_bytes(budget_bytes)
+            over_bytes = self._over_bytes(budget_bytes, size_bytes)
             lacking_bytes = over_bytes + int(EARLY_SHARE * budget_bytes) - self._leaving_bytes
             for candidates in (self.lent, self._resident):
                 lacking_bytes = self._start(candidates, lacking_bytes)
@@ -195,12 +195,13 @@ class Demand:
     def _forget(self, number: int) -> None:
         del self._left[number], self._numbers[bisect_left(self._numbers, number)]
 
-    def _over_bytes(self, budget_bytes: int) -> int:
-        """So much more is in use than the level above which tensors are offloaded."""
+    def _over_bytes(self, budget_bytes: int, saved_bytes: int = 0) -> int:
+        """So much more is in use than the level above which tensors are offloaded. What is just
+        being saved is in use, but not counted among saved tensors yet."""
         used_bytes = self._store.backend.used_bytes()
         if used_bytes is None:
             counts = self._store.counts
-            return counts.held_bytes + counts.beside_bytes - budget_bytes
+            return counts.held_bytes + counts.beside_bytes + saved_bytes - budget_bytes
         return used_bytes - self.offload_above_bytes(budget_bytes)
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:

@@ -187,6 +187,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self._planned.plan is not None
 
     @property
+    def watching(self) -> bool:
+        """The present pass is watched, or the last one was."""
+        return self._watch is not None
+
+    @property
     def event(self) -> int | None:
         """Operation of the present pass that is being issued, where that is known."""
         if self._planned.plan is not None:
@@ -233,6 +238,8 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def limit(self, budget_bytes: int) -> None:
         """Plan passes for this budget from here on."""
+        if self._store.within() is None:
+            self._end_pass()  # its peak was under the budget before
         self.budget_bytes, self.may_plan = budget_bytes, True
         self._kinds.outdate()
 
@@ -351,7 +358,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         saved = store.find(tensor, key, within)
         if watch is not None:
             watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
-        self._demand.before_save(self.budget_bytes)
+        self._demand.before_save(self.budget_bytes, size_bytes if saved is None else 0)
         if saved is None:
             number = self._demand.number if watch is None else watch.saved
             saved = store.save(tensor, size_bytes, key, within, number)

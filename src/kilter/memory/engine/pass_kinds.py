@@ -167,9 +167,13 @@ class PassKinds:
             self._arena.forget()
 
     def exchange(self, others: Kinds | None, budget_bytes: int) -> Kinds:
-        """Go on with `others`, which an earlier call gave, or with none. Gives the present ones."""
+        """Go on with `others`, which an earlier call gave, or with none. Gives the present ones.
+        Shapes that keep changing will go on to do so."""
         before, self._by_events = self._by_events, {}
+        attention = self.attention
         self.forget()
+        if attention.every > 1:
+            self.attention = attention
         self._by_events = others or {}
         for kind in self:
             if kind.plan is not None:

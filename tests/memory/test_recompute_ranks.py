@@ -208,6 +208,24 @@ def test_the_ranks_choose_alike_at_the_same_iterations(
     assert all(each.peak_bytes <= each.budget_bytes for each in moved)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [DDP % "find_unused_parameters=True", FSDP % {"mixed": True, "nested": False}],
+    ids=["ddp", "fsdp2"],
+)
+def test_the_ranks_choose_alike_where_shapes_keep_changing(
+    wrap: str, warm: WarmPython, tmp_path: Path
+) -> None:
+    """No pass has a plan, and tensors are offloaded on demand."""
+    head = HEAD.replace("iteration_times.MEASURED,", "iteration_times.MIXED,")
+    changing = TAIL.replace("torch.randn(256, 32)", "torch.randn(256 + len(seen) * 37 % 1009, 32)")
+    one, other = both(warm, tmp_path, head + wrap + changing + LOOP)
+    assert one["chosen"] == other["chosen"] != []
+    assert one["chosen"][0].startswith("the model's own checkpointing is on (Model): ")
+    assert one["chosen"][0].endswith("with tensors offloaded on demand [measured]")
+    assert one["flags"] == other["flags"]
+
+
 @pytest.mark.parametrize("still_planned", [True, False], ids=["planned", "not planned on rank 1"])
 def test_ranks_begin_with_what_an_earlier_run_of_theirs_chose(
     still_planned: bool, warm: WarmPython, tmp_path: Path

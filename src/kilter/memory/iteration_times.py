@@ -72,7 +72,7 @@ class IterationTimes:
 
     def mixed_measured_s(self) -> float | None:
         """An iteration takes this in the median, under a plan or not; None: not known yet."""
-        return median_s(self.mixed_s) if len(self.mixed_s) == MIXED else None
+        return median_s(self.mixed_s) if len(self.mixed_s) >= MIXED else None
 
     def passes_each(self, passes: int) -> float:
         """An iteration has so many passes in the mean, if there were so many in all."""

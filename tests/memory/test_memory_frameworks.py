@@ -331,6 +331,23 @@ def test_functional_transforms_still_work() -> None:
     same(lambda: loop(net(2), step, 12), budget="70%")
 
 
+def test_a_program_whose_first_large_tensor_is_saved_within_a_backward() -> None:
+    """What happens to a thread's hooks within a backward is undone when it ends."""
+
+    def train() -> list[bytes]:
+        model = net(2)
+        values = dict(model.named_parameters())
+        found, pull = torch.func.vjp(
+            lambda p: torch.func.functional_call(model, p, batch(0)), values
+        )
+        (slopes,) = pull(torch.ones_like(found))  # of parameters that need gradients themselves
+        first = raw(found, *slopes.values())
+        del found, pull, slopes
+        return first + loop(model, ordinary, 14)
+
+    same(train)
+
+
 def test_the_programs_own_hooks_on_saved_tensors_come_first() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> torch.Tensor:
         optimizer.zero_grad()

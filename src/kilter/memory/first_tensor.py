@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.units import MIB
 from kilter.observe import torch_internals
 from kilter.observe.imports import after_import
+from kilter.observe.iteration_clock import in_backward
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,8 @@ class FirstTensor:
 
         def pack(tensor: Any) -> Any:
             waiting = not self._ended and threading.get_ident() in self._hooks
-            if waiting and self._governs(tensor):
+            # Backward undoes in its end what happens to the hooks of a thread within it.
+            if waiting and not in_backward() and self._governs(tensor):
                 unseen(lambda: self._fence(self._met)(tensor))
             return kept(tensor)
 

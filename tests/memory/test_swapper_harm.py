@@ -436,6 +436,47 @@ def test_under_forward_mode_tangents_stay_and_are_told() -> None:
     assert told.text.startswith(f"{show_bytes(sum(tangents.values()))} of a pass are tangents")
 
 
+class Sine(torch.autograd.Function):
+    """Has a derivative of either mode, each of what it has saved."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0] * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by the framework itself
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_function_of_the_programs_with_a_forward_derivative(functional: bool) -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        y, ones = net(x), torch.ones(ROWS, WIDTH)
+        if functional:
+            y, tangent = torch.func.jvp(Sine.apply, (y,), (ones,))
+        else:
+            with forward_ad.dual_level():
+                y, tangent = forward_ad.unpack_dual(Sine.apply(forward_ad.make_dual(y, ones)))
+        return backward(y.square().mean() + tangent.square().mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+    assert ours.report is not None
+    assert ours.report.planned > 0
+
+
 def test_a_batched_backward_gives_the_same_numbers() -> None:
     def step(net: Net, x: Tensor, number: int) -> Tensor:
         y = net(x)

@@ -55,6 +55,8 @@ class Reach(AbstractContextManager["Reach"]):
 
     def _read_saved(self, ctx: Any) -> Any:
         found = self._saved.__get__(ctx)
+        if ctx.saved_for_forward is not None:
+            return found  # a function's own `jvp` asks, before anything is saved for backward
         theirs: list[Any] = []
         self._guard(self._originals, ctx, found, theirs)
         return tuple(theirs) if len(theirs) == len(found) else found

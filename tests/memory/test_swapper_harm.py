@@ -436,6 +436,27 @@ def test_under_forward_mode_tangents_stay_and_are_told() -> None:
     assert told.text.startswith(f"{show_bytes(sum(tangents.values()))} of a pass are tangents")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # they are in beta, says the framework
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("trained", [False, True])
+def test_products_with_sparse_matrices(layout: torch.layout, trained: bool) -> None:
+    torch.manual_seed(3)
+    matrix = (torch.rand(ROWS, ROWS) < 0.05).float().to_sparse(layout=layout)
+    matrix.requires_grad_(trained)
+
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        for layer in net.layers:
+            x = (matrix @ layer(x)).tanh()
+        return backward(x.square().mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+    assert ours.report is not None
+    assert ours.report.planned > 0
+
+
 class Sine(torch.autograd.Function):
     """Has a derivative of either mode, each of what it has saved."""
 

@@ -345,6 +345,8 @@ def _refuse_foreign(tensor: torch.Tensor) -> None:
     """`Foreign` for memory that others may have written to by the time a recipe reads it. (A
     parameter that is offloaded has a class of its own, and its memory is the framework's.)"""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if plain and tensor.layout is not torch.strided:
+        raise Foreign("reads a tensor that is not dense")
     if plain and not owned(tensor.untyped_storage(), on_cuda=tensor.is_cuda):
         raise Foreign("reads memory that is not the framework's")
 

@@ -25,8 +25,10 @@ class Swapper:
 
     def records(self) -> list[Any]:
         def record(floor: int, passes: int) -> Any:
-            problem = (SimpleNamespace(floor_bytes=floor),)
-            return SimpleNamespace(problem=lambda **_: problem, passes=passes)
+            problem = SimpleNamespace(floor_bytes=floor)
+            return SimpleNamespace(
+                problem=lambda **_: (problem, ()), as_it_runs=lambda *_: problem, passes=passes
+            )
 
         return [record(*each) for each in zip(self.floors, self.passes, strict=True)]
 

@@ -146,14 +146,15 @@ class JobBudget:
         one in which tensors were offloaded on demand may differ from all others."""
         report = self._swapper.report()
         refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
-        if self._least_asked or self._dry_run or report.plans or not refused:
+        size_bytes = self.in_force.size_bytes
+        if self._least_asked or self._dry_run or report.plans or not refused or size_bytes is None:
             return
         records = self._swapper.records()
         repeated = [record for record in records if record.passes >= SEEN_PASSES]
-        floors = [
-            record.problem(link=link, budget_bytes=1, min_bytes=MIB)[0].floor_bytes
-            for record in repeated or records
-        ]
+        floors = []
+        for record in repeated or records:
+            problem, _ = record.problem(link=link, budget_bytes=size_bytes, min_bytes=MIB)
+            floors.append(record.as_it_runs(problem, MIB).floor_bytes)
         if not floors:  # the kinds of passes that were refused are forgotten, none is recorded yet
             return
         self._least_asked = True

@@ -215,4 +215,4 @@ class JobRecord:
             # Where times have changed since, it is the bound of another plan.
             retimed = bound_s > (1 + BOUND_ROUNDING) * iteration_s
             bound_s = None if retimed else min(bound_s, iteration_s)
-        return problem.floor_bytes, bound_s
+        return record.as_it_runs(problem, MIB).floor_bytes, bound_s

@@ -66,6 +66,15 @@ CHANGING_SHAPES = Reason(
 )
 
 
+UNNEEDED = Reason(
+    "unneeded",
+    "passes",
+    "passes save tensors that backward does not need, and exceed the budget by them (an evaluation "
+    "outside of torch.no_grad(), say): they run without a plan, and tensors are offloaded as soon "
+    "as the budget is reached",
+)
+
+
 BUILDING_RECORDER = (
     "the recorder for calls of modules is built, once for this version of PyTorch: about a minute"
 )

@@ -207,7 +207,7 @@ class StateAndWeightPolicy:
             budget_bytes=budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES,
             min_bytes=self._min_bytes,
         )
-        return record, problem
+        return record, record.as_it_runs(problem, self._min_bytes)
 
     def close(self) -> None:
         """Fetch everything."""

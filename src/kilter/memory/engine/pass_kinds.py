@@ -392,6 +392,16 @@ class PassKinds:
         """Give it a plan. If that takes more host memory than there is, one within what there is;
         if there is none, or too little, one that only recomputes."""
         kind.outdated = False
+        problem, _ = kind.record.problem(
+            link=self._terms.link,
+            state=self._streams.get(kind.record.events),
+            budget_bytes=kind.may_use(budget_bytes),
+            min_bytes=self._terms.min_bytes,
+        )
+        if kind.record.on_demand(problem, self._terms.min_bytes) is not None:
+            self.refused[messages.UNNEEDED] = None
+            kind.plan, kind.hopeless = None, True
+            return
         in_use = self._store.counts.alive > 0
         for room in (lambda: None, lambda: self._arena.room_bytes(in_use=in_use), lambda: 0):
             try:

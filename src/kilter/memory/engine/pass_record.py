@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from kilter.core.label import Label
@@ -323,6 +324,26 @@ class PassRecord:
                 room_bytes -= size_bytes
                 chosen.add(number)
         return frozenset(chosen)
+
+    def as_it_runs(self, problem: Problem, min_bytes: int) -> Problem:
+        """The problem of this pass, or what is left of it where tensors leave on demand."""
+        return self.on_demand(problem, min_bytes) or problem
+
+    def on_demand(self, problem: Problem, min_bytes: int) -> Problem | None:
+        """The problem of this pass as it is where tensors that backward does not need leave on
+        demand, if that is better than a plan: no plan moves them, since it would have nothing to
+        load them for. It is where no plan keeps the budget, and most of the excess is of those."""
+        over_bytes = problem.floor_bytes - problem.budget_bytes
+        if over_bytes <= 0:
+            return None
+        change = [0] * (len(self.events) + 1)
+        for datum in self.data:
+            unneeded = datum.free_at is not None and datum.needed_at is None
+            if unneeded and datum.size_bytes >= min_bytes:
+                change[max(datum.free_at or 0, datum.packed_at + 1)] -= datum.size_bytes
+        levels = zip(problem.resident_bytes, accumulate(change), strict=False)
+        left = replace(problem, resident_bytes=tuple(level + less for level, less in levels))
+        return left if 2 * (left.floor_bytes - problem.budget_bytes) < over_bytes else None
 
     def trace(self, *, device: str, source: str = "") -> IterationTrace:
         """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it

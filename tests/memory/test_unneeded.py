@@ -1,0 +1,68 @@
+"""Tensors that are saved for a backward that never comes: they leave on demand, and nothing else
+has to make room for them."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+from kilter.testing.warm_python import WarmPython
+
+WIDTH, ROWS = 64, 128
+LARGEST_BYTES = 2 * ROWS * 2 * WIDTH * 4
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm({width}), nn.Linear({width}, 2 * {width})
+        self.down = nn.Linear(2 * {width}, {width})
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+net = nn.Sequential(*(Block() for _ in range(8)))
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for _ in range(40):
+    loss = net(torch.randn({rows}, {width})).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+    del loss
+    print(net(torch.randn(2 * {rows}, {width})).square().mean().item())  # no_grad() was forgotten
+print(sum(parameter.double().sum() for parameter in net.parameters()).item())
+"""
+
+
+def test_an_evaluation_that_has_forgotten_no_grad(tmp_path: Path, warm: WarmPython) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(PROGRAM).format(width=WIDTH, rows=ROWS))
+    plain = warm.run([str(program)])
+    own = ("-m", "kilter.testing.stand_in", "--card", "--min-bytes", "4096", "--bytes-per-s", "3e7")
+    options = (
+        "--memory-budget",
+        "50%",
+        "--recompute",
+        "operations",
+        "--out",
+        str(tmp_path / "run"),
+    )
+    done = warm.run([*own, "run", *options, str(program)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    # The stand-in lets a tensor leave when the next one is saved.
+    assert report["peak_bytes"] <= report["budget_bytes"] + LARGEST_BYTES
+    assert report["state"] == ""
+    assert "cannot be met" not in done.stderr
+    assert "passes save tensors that backward does not need" in done.stderr

@@ -7,6 +7,11 @@ import json
 import textwrap
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.plan.problem import H200_PCIE5
 from kilter.testing.warm_python import WarmPython
 
 WIDTH, ROWS = 64, 128
@@ -66,3 +71,20 @@ def test_an_evaluation_that_has_forgotten_no_grad(tmp_path: Path, warm: WarmPyth
     assert report["state"] == ""
     assert "cannot be met" not in done.stderr
     assert "passes save tensors that backward does not need" in done.stderr
+
+
+def test_a_job_with_passes_that_have_no_backward_settles() -> None:
+    """Else no line says that the plan is in force, and no other way is compared."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with Swapper(
+        CpuStandIn(), budget_bytes=4 * ROWS * WIDTH * 4, link=H200_PCIE5, min_bytes=1024
+    ) as swapper:
+        for _ in range(16):
+            net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net(torch.randn(ROWS // 2, WIDTH))
+        report = swapper.report()
+    assert len(report.plans) == 2
+    assert report.settled

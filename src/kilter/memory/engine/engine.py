@@ -443,11 +443,15 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _pass_is_over(self) -> None:
         """Nothing that was saved in the present pass is left."""
         self._collector.let_go()
-        if self._open and self._planned.plan is None and self._watch is None:
-            peak_bytes = self._store.backend.peak_bytes()
-            if peak_bytes is not None:
-                self._demand.learn(peak_bytes, self.budget_bytes)
-                self._kinds.counted(None, peak_bytes)
+        if not self._open or self._watch is not None:
+            return
+        if self._planned.plan is not None:
+            self._planned.over(self.budget_bytes)
+            return
+        peak_bytes = self._store.backend.peak_bytes()
+        if peak_bytes is not None:
+            self._demand.learn(peak_bytes, self.budget_bytes)
+            self._kinds.counted(None, peak_bytes)
 
     def _end_pass(self) -> None:
         if not self._open:

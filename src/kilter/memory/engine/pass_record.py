@@ -39,6 +39,11 @@ def again_code(number: int) -> int:
     return -2 - 2 * number
 
 
+def is_use(code: int) -> bool:
+    """Whether a tensor is used at an event with this code."""
+    return code == FOREIGN or (code < 0 and code % 2 == 1)
+
+
 @dataclass(slots=True)
 class SavedTensor:
     """One storage that autograd keeps, however many views of it were saved."""

@@ -196,8 +196,21 @@ class PassUnderPlan:
 
     def used(self, budget_bytes: int) -> None:
         """Backward has been given that tensor."""
-        if self.measured and self.plan is not None and self.at.event == len(self.plan.events):
-            self._kinds.measured(self.plan, self._backend.peak_bytes(), budget_bytes)
+        if self.measured:
+            self._measure(budget_bytes, in_use=True)
+
+    def over(self, budget_bytes: int) -> None:
+        """Nothing that was saved in the pass is left."""
+        if self.measured:
+            self._measure(budget_bytes, in_use=False)
+
+    def _measure(self, budget_bytes: int, *, in_use: bool) -> None:
+        """The peak of a pass is taken when backward uses its last tensor; of one without a backward
+        when its tensors are gone."""
+        plan = self.plan
+        ended = plan is not None and self.at.event == len(plan.events)
+        if plan is not None and ended and plan.ends_in_use == in_use:
+            self._kinds.measured(plan, self._backend.peak_bytes(), budget_bytes)
 
     def _issue(self, plan: Ready, due: Due | None) -> None:
         """Issue the moves that are due, or were before. Where the pass is measured, count what is

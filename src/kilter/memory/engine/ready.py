@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
+from kilter.memory.engine.pass_record import (
+    FOREIGN,
+    PassRecord,
+    SavedSegment,
+    is_use,
+    use_code,
+)
 from kilter.memory.engine.position import StepKind
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
@@ -107,6 +113,11 @@ class Ready:
     """They are those of passes in which waiting for copies was timed."""
     quiet: int = 0
     """Waiting is not timed in so many coming passes."""
+
+    @property
+    def ends_in_use(self) -> bool:
+        """Backward uses a tensor last. In a pass without a backward one is saved last."""
+        return is_use(self.events[-1])
 
     def settle_in(self, arena: torch.Tensor) -> None:
         """From here on tensors are offloaded to this arena."""

@@ -88,3 +88,25 @@ def test_a_job_with_passes_that_have_no_backward_settles() -> None:
         report = swapper.report()
     assert len(report.plans) == 2
     assert report.settled
+
+
+def test_a_kept_evaluation_is_named_as_what_keeps_passes_from_their_plan() -> None:
+    """And they are not watched meanwhile, which would be slow, and tell of nothing new."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    kept, reports = [], []
+    with Swapper(
+        CpuStandIn(), budget_bytes=6 * ROWS * WIDTH * 4, link=H200_PCIE5, min_bytes=1024
+    ) as swapper:
+        for number in range(60):
+            net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 6 == 5:
+                kept[:] = [net(torch.randn(2 * ROWS, WIDTH)).square().mean()]
+            reports.append(swapper.report())
+    assert reports[-1].plans
+    assert "older_graph" in [reason.code for reason in reports[-1].refused]
+    assert reports[-1].watched_every == 1
+    watched = [report.watched for report in reports]
+    assert watched[-1] - watched[29] <= 5  # the evaluations

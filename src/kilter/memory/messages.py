@@ -66,6 +66,13 @@ CHANGING_SHAPES = Reason(
 )
 
 
+OLDER_GRAPH = Reason(
+    "older_graph",
+    "passes",
+    "tensors of an older graph, which the program keeps, are on the host while the next passes "
+    "run: these run without their plans, and tensors are offloaded as soon as the budget is "
+    "reached (a loss or an output that is kept keeps its graph: detach it, or delete it)",
+)
 UNNEEDED = Reason(
     "unneeded",
     "passes",

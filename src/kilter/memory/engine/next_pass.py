@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kilter.memory import messages
 from kilter.memory.engine.pass_kinds import PassKind, PassKinds
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.store import Store
 
+TELL_OF_OLDER = 8
+"""The user is told why plans are not used after so many passes that an older graph has kept from
+theirs."""
 HOPELESS_EVERY = 8
 """One pass in so many is watched again, of those that begin like one that cannot be planned."""
 DEVIATION_PATIENCE = 2
@@ -149,6 +153,8 @@ class NextPass:
         self._begun: Ready | None = None
         """The present pass began with this plan."""
         self._round = 0
+        self._waited_for_older = 0
+        """So many passes ran without their plan because of an older graph."""
         self.steps = 0
         """Optimizers have made so many steps."""
 
@@ -201,13 +207,21 @@ class NextPass:
             asked = attention.asks()
             self._deviations.to_watch -= asked
             return asked
-        # An older graph may still need tensors in the plans' host memory.
-        if plan is not None and not self._store.counts.evicted:
+        if plan is not None:
+            self._wait_for_older_graph()
             return False
         # Plans of the others have been found not to fit here.
         unplanned = [kind for kind in alike if kind.plan is None]
         hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
+
+    def _wait_for_older_graph(self) -> None:
+        """An older graph may still need tensors in the plans' host memory. Then the pass that
+        begins runs without its plan, and where that comes again and again the user is told."""
+        if self._store.counts.evicted:
+            self._waited_for_older += 1
+            if self._waited_for_older == TELL_OF_OLDER:
+                self._kinds.refused[messages.OLDER_GRAPH] = None
 
 
 def _plans(kinds: Sequence[PassKind]) -> list[Ready]:

@@ -55,14 +55,15 @@ class Reach(AbstractContextManager["Reach"]):
 
     def _read_saved(self, ctx: Any) -> Any:
         found = self._saved.__get__(ctx)
-        if ctx.saved_for_forward is not None:
-            return found  # a function's own `jvp` asks, before anything is saved for backward
         theirs: list[Any] = []
         self._guard(self._originals, ctx, found, theirs)
         return tuple(theirs) if len(theirs) == len(found) else found
 
     def _originals(self, ctx: Any, found: tuple[Any, ...], theirs: list[Any]) -> None:
-        for tensor, raw in zip(found, ctx._raw_saved_tensors, strict=True):
+        raws = ctx._raw_saved_tensors
+        if len(raws) != len(found):
+            return  # a function's own `jvp` asks, before anything is saved for backward
+        for tensor, raw in zip(found, raws, strict=True):
             packed = getattr(raw, "data", None)  # PyTorch 2.8 does not show it
             theirs.append(tensor if tensor is None else self._original(ctx, tensor, packed))
 

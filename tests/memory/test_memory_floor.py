@@ -109,7 +109,7 @@ def train(
                 now_s += streaming_s if away else 1.0
                 if len(losses) < begins_after:
                     return
-                if len(losses) == begins_after:
+                if begins_after and len(losses) == begins_after:
                     swapper.limit(budget_bytes)
                 if len(losses) == smaller_from:
                     swapper.exchange(None)

@@ -14,6 +14,9 @@ from typing import Any
 
 from kilter.observe import torch_internals
 
+AT_ONCE = "force_non_lazy_backward_lowering"
+"""By this setting backward is compiled together with forward. Else it is compiled when it runs
+first, where no error is suppressed."""
 PURE = ("aten", "prims")
 """Operations of these namespaces that draw nothing compute the same again from the same."""
 
@@ -44,6 +47,8 @@ class Partitioner:
             plain = getattr(holder, name)
         except (AttributeError, ImportError):
             return "this PyTorch has no such setting"
+        if not hasattr(torch_internals.functorch_config, AT_ONCE):  # PyTorch 2.8
+            return "this PyTorch compiles backward where an error would end the training"
         if fraction != 1.0:
             return f"the program has set {fraction:g}"
         if getattr(torch_internals.dynamo_config, "fail_on_recompile_limit_hit", False):
@@ -81,8 +86,7 @@ class Partitioner:
         self._give_back()
         if fraction < 1:
             self._put(torch_internals.dynamo_config, "suppress_errors")
-            # Else the backward is compiled when it runs first, where nothing is suppressed.
-            self._put(torch_internals.functorch_config, "force_non_lazy_backward_lowering")
+            self._put(torch_internals.functorch_config, AT_ONCE)
         sys.modules["torch"].compiler.reset()
 
     def compiled(self) -> bool:
@@ -90,9 +94,8 @@ class Partitioner:
         return _failed() - self._before <= self._usual
 
     def _put(self, config: Any, name: str) -> None:
-        if hasattr(config, name):  # not in all versions
-            self._theirs.append((config, name, getattr(config, name)))
-            setattr(config, name, True)
+        self._theirs.append((config, name, getattr(config, name)))
+        setattr(config, name, True)
 
     def _give_back(self) -> None:
         while self._theirs:

@@ -267,3 +267,42 @@ def test_a_pass_that_has_no_plan_does_not_begin_with_that_of_another_each_time()
     assert len(report.plans) == 1
     assert report.deviations <= 3
     assert report.planned >= 160 * 7 // 8 - 16
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5, 7, 8])
+def test_a_pass_that_comes_after_several_others_is_known_by_its_place(every: int) -> None:
+    """It begins like them. Where it would depart from their plan it is watched, and begins with its
+    own as soon as it has one; they are not watched for its sake."""
+    order, usual, rare = PassOrder(), plan(1, 2), plan(1, 3)
+    plans = [usual]
+    for number in range(30 * every):
+        begun = order.plan(plans)
+        now = usual if number % every else rare
+        if begun is None and now is rare:
+            plans = [usual, rare]  # it was watched, and planned at once
+        assert begun is now or number < 20 * every
+        order.pass_ended(begun, now.events if begun in (now, None) else None, 1)
+
+
+@pytest.mark.parametrize("every", [4, 6])
+def test_a_longer_pass_after_several_ordinary_ones_gets_a_plan(every: int) -> None:
+    """All begin alike (a flow that is now and then run backwards as well)."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    reports = []
+    with Swapper(
+        SteadyStandIn(), budget_bytes=8 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        for number in range(40 * every):
+            y = net(torch.randn(ROWS, WIDTH))
+            (y if (number + 1) % every else net(y)).square().mean().backward()
+            del y
+            optimizer.step()
+            optimizer.zero_grad()
+            reports.append(swapper.report())
+    last, earlier = reports[-1], reports[-10 * every - 1]
+    assert len(last.plans) == 2
+    assert last.planned - earlier.planned == 10 * every
+    assert last.deviations == earlier.deviations
+    assert last.watched == earlier.watched

@@ -7,6 +7,7 @@ import json
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,23 +91,42 @@ def test_a_job_with_passes_that_have_no_backward_settles() -> None:
     assert report.settled
 
 
-def test_a_kept_evaluation_is_named_as_what_keeps_passes_from_their_plan() -> None:
-    """And they are not watched meanwhile, which would be slow, and tell of nothing new."""
+def beside_a_kept_graph(rows: int, swapper: Swapper | None) -> tuple[list[torch.Tensor], int]:
+    """Parameters and gradients. Each sixth iteration keeps the graph of so many rows, and goes back
+    through it before the next one is kept; passes under a plan since the 30th."""
+    torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    kept, reports = [], []
+    # Its steps end passes, and change nothing that the kept graph has read.
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    kept, found, before = [], [], 0
+    for number in range(60):
+        net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        found += [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        if number % 6 == 4 and kept:
+            kept.pop().backward()
+            found += [p.grad.clone() for p in net.parameters()]
+            net.zero_grad()
+        if number % 6 == 5:
+            kept.append(net(torch.randn(rows, WIDTH)).square().mean())
+            optimizer.step()
+        if swapper is not None and number == 30:
+            before = swapper.report().planned
+    return found, 0 if swapper is None else swapper.report().planned - before
+
+
+@pytest.mark.parametrize("rows", [2 * ROWS, ROWS])
+def test_passes_beside_a_kept_graph_keep_their_plan_where_its_tensors_lie_elsewhere(
+    rows: int,
+) -> None:
+    """Those of one as large as the others lie in the host memory of the plans."""
+    plain, _ = beside_a_kept_graph(rows, None)
     with Swapper(
         CpuStandIn(), budget_bytes=6 * ROWS * WIDTH * 4, link=H200_PCIE5, min_bytes=1024
     ) as swapper:
-        for number in range(60):
-            net(torch.randn(ROWS, WIDTH)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number % 6 == 5:
-                kept[:] = [net(torch.randn(2 * ROWS, WIDTH)).square().mean()]
-            reports.append(swapper.report())
-    assert reports[-1].plans
-    assert "older_graph" in [reason.code for reason in reports[-1].refused]
-    assert reports[-1].watched_every == 1
-    watched = [report.watched for report in reports]
-    assert watched[-1] - watched[29] <= 5  # the evaluations
+        governed, planned = beside_a_kept_graph(rows, swapper)
+        reasons = [reason.code for reason in swapper.report().refused]
+    assert all(map(torch.equal, plain, governed))
+    assert (planned >= 24) == (rows != ROWS)
+    assert ("older_graph" in reasons) == (rows == ROWS)

@@ -120,7 +120,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         terms = PlanTerms(link=link, planner=planner, min_bytes=min_bytes, alone_s=alone_s)
         self._kinds = PassKinds(self._store, terms)
-        self._next = NextPass(self._kinds, self._store)
+        self._next = NextPass(self._kinds)
         self._planned = PassUnderPlan(
             self._store, self._kinds, self._demand, self._collector, self._next_event
         )
@@ -421,7 +421,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._demand.begin()
         within = store.begin(stream, self._pass_is_over)
         candidate, watched, plan = self._next.begin(
-            first, self.budget_bytes, may_plan=self.may_plan
+            first,
+            self.budget_bytes,
+            may_plan=self.may_plan,
+            older=planned.older_in_arena(),
         )
         if candidate is not None:
             candidate.trials += 1

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from kilter.memory import messages
 from kilter.memory.engine.pass_kinds import PassKind, PassKinds
 from kilter.memory.engine.ready import Ready
-from kilter.memory.engine.store import Store
 
 TELL_OF_OLDER = 8
 """The user is told why plans are not used after so many passes that an older graph has kept from
@@ -145,9 +144,8 @@ class Beginning(NamedTuple):
 class NextPass:
     """Decides that, and remembers how passes went."""
 
-    def __init__(self, kinds: PassKinds, store: Store) -> None:
+    def __init__(self, kinds: PassKinds) -> None:
         self._kinds = kinds
-        self._store = store
         self._deviations = Deviations()
         self._order = PassOrder()
         self._begun: Ready | None = None
@@ -158,15 +156,17 @@ class NextPass:
         self.steps = 0
         """Optimizers have made so many steps."""
 
-    def begin(self, first: int, budget_bytes: int, *, may_plan: bool) -> Beginning:
+    def begin(self, first: int, budget_bytes: int, *, may_plan: bool, older: bool) -> Beginning:
         """A pass begins with this event. Plans that are to be made are made now, new ones only if
-        that may be."""
+        that may be. `older` says that an older graph needs the plans' host memory."""
         self._round += 1
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
         plan = self._order.plan(_plans(alike))
         watched = candidate is not None or self._to_be_watched(alike, plan)
-        if watched or self._store.counts.evicted:
+        if plan is not None and not watched and older:
+            self._tell_of_older_graph()
+        if watched or older:
             plan = None
         self._begun = plan
         return Beginning(candidate, watched, plan)
@@ -208,20 +208,18 @@ class NextPass:
             self._deviations.to_watch -= asked
             return asked
         if plan is not None:
-            self._wait_for_older_graph()
             return False
         # Plans of the others have been found not to fit here.
         unplanned = [kind for kind in alike if kind.plan is None]
         hopeless = bool(unplanned) and all(kind.hopeless for kind in unplanned)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
 
-    def _wait_for_older_graph(self) -> None:
-        """An older graph may still need tensors in the plans' host memory. Then the pass that
-        begins runs without its plan, and where that comes again and again the user is told."""
-        if self._store.counts.evicted:
-            self._waited_for_older += 1
-            if self._waited_for_older == TELL_OF_OLDER:
-                self._kinds.refused[messages.OLDER_GRAPH] = None
+    def _tell_of_older_graph(self) -> None:
+        """The pass that begins runs without its plan. Where that comes again and again the user is
+        told."""
+        self._waited_for_older += 1
+        if self._waited_for_older == TELL_OF_OLDER:
+            self._kinds.refused[messages.OLDER_GRAPH] = None
 
 
 def _plans(kinds: Sequence[PassKind]) -> list[Ready]:

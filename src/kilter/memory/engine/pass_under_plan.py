@@ -82,6 +82,9 @@ class PassUnderPlan:
         """The compiled library may see to events at which nothing is copied."""
         self.deviated = False
         """The present pass has departed from its plan."""
+        self._older: list[weakref.ref[Saved]] = []
+        """These tensors of earlier passes lay in the plans' host memory when the last pass
+        began."""
         self.counts = PassCounts()
 
     # The pass as a whole
@@ -141,6 +144,13 @@ class PassUnderPlan:
             waits.over()
             self._kinds.waited(plan, waits)
         return plan.events
+
+    def older_in_arena(self) -> bool:
+        """Between two passes: tensors of older graphs lie in the host memory that all plans share.
+        (What was offloaded on demand lies elsewhere.)"""
+        found = [*self._older, *self._moves.by_number.values()]
+        self._older = [reference for reference in found if _in_arena(reference())]
+        return bool(self._older)
 
     # Events
 
@@ -266,6 +276,11 @@ class PassUnderPlan:
             self._kinds.counted(plan, peak_bytes)
         event = min(self.at.event, len(plan.events) - 1)
         self._store.counts.beside_bytes = plan.beside_bytes[event]
+
+
+def _in_arena(saved: Saved | None) -> bool:
+    transfer = None if saved is None else saved.transfer
+    return transfer is not None and transfer.host is not None and transfer.pooled is None
 
 
 class DueMoves:

@@ -120,6 +120,15 @@ def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:
     assert "from the first iteration on" not in text(memory)
 
 
+def test_where_most_iterations_have_no_plan_their_time_comes_first() -> None:
+    counts = {"planned_iterations": 10, "other_iterations": 30, "other_iteration_s": 0.4}
+    memory = changed({"plain_iteration_s": 0.2, "plain_peak_seen": True, **counts})
+    assert headline(memory) == (
+        "memory: peak 45.0 GiB -> 29.0 GiB, iteration +100.0 % without a plan (75.0 % of all), "
+        "+12.5 % under one [measured]"
+    )
+
+
 def test_nothing_was_away_where_nothing_was_moved() -> None:
     idle = dict.fromkeys(("planned", "out_bytes", "in_bytes", "recomputed", "spilled"), 0)
     memory = changed({**idle, "budget_bytes": None, "budget": "60 % of the plain peak"}, ())
@@ -349,7 +358,11 @@ def counts(match: re.Match[str], found: Json) -> bool:
 
 
 LABELLED = r" \[(?:measured|simulated)\]"
-CHANGE = r"(?:, iteration [+-]?[\d.]+ %(?: under a plan, [\d.]+ % of iterations without one)?)?"
+PERCENT = r"[+-]?[\d.]+ %"
+CHANGE = (
+    rf"(?:, iteration {PERCENT}(?: under a plan, {PERCENT} of iterations without one"
+    rf"| without a plan \({PERCENT} of all\), {PERCENT} under one)?)?"
+)
 GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
     (rf"memory: no budget \((.*)\); peak ({SIZE}), (?:{MOVED_WORDS}){LABELLED}", no_budget),
     (

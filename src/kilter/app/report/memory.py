@@ -128,6 +128,12 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         return None if change < -UNLIKE else change
 
     @property
+    def unplanned_slowdown(self) -> float | None:
+        """The same of iterations that ended with a pass without a plan."""
+        plain_s, others_s = self.record.plain_iteration_s, self.record.other_iteration_s
+        return others_s / plain_s - 1.0 if plain_s and others_s else None
+
+    @property
     def unplanned_share(self) -> float:
         """Of the iterations since a plan came into force, those that ended with a pass without one;
         0 where they are few."""
@@ -315,9 +321,15 @@ def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
 
 
 def _slower(memory: MemoryReport) -> str:
+    """By how much iterations are longer. Those without a plan come first where they are most."""
     if memory.slowdown is None:
         return ""
-    return f", iteration {show_fraction(memory.slowdown, signed=True)}{beside_plans(memory)}"
+    change, share = show_fraction(memory.slowdown, signed=True), memory.unplanned_share
+    if share > 0.5 and memory.unplanned_slowdown is not None:
+        others = show_fraction(memory.unplanned_slowdown, signed=True)
+        most = f"{others} without a plan ({show_fraction(share)} of all)"
+        return f", iteration {most}, {change} under one"
+    return f", iteration {change}{beside_plans(memory)}"
 
 
 def beside_plans(memory: MemoryReport) -> str:

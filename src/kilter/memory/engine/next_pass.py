@@ -51,21 +51,24 @@ class Deviations:
 
 
 class PassOrder:
-    """Which plan fits after which passes. Programs repeat theirs in the same order (a critic twice,
-    once with the gradient penalty, then its generator), and passes that begin alike may end
-    otherwise: after other passes, or once in so many (a penalty in every sixteenth)."""
+    """Which plan fits after which passes.
+
+    Passes that begin alike may end otherwise. Programs repeat theirs in the same order, so the last
+    two passes tell most of them apart (a critic twice, once with the gradient penalty, then its
+    generator). How long ago an unusual pass was tells those that come once in so many (a penalty in
+    every sixteenth pass)."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] = (0, 0)
         """How the last passes went."""
         self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
-        """It says, by what came before, how often passes lately kept to the plan for these events;
-        less than 0: never."""
+        """For each two passes in a row: how often a pass with these events has come next, of late;
+        less than 0: its plan was begun with and did not fit."""
         self._since = 0
-        """So many passes have ended since one that was not the usual one at its place."""
+        """So many passes have ended since the last one that was not the usual one at its place."""
         self._fits_then: dict[tuple[int, int, int], dict[tuple[int, ...], int]] = {}
-        """It says the same for places at which another pass than the usual one has come, by what
-        came before and how many passes ago that was."""
+        """The same for places at which another pass than the usual one has come. A place is known
+        by the two passes before it and by how long ago an unusual one was (`_since`)."""
 
     def plan(self, plans: Sequence[Ready]) -> Ready | None:
         """The one to begin with; None where each has failed."""
@@ -142,7 +145,7 @@ class Beginning(NamedTuple):
 
 
 class NextPass:
-    """Decides that, and remembers how passes went."""
+    """Decides how a pass begins, and remembers how earlier ones went."""
 
     def __init__(self, kinds: PassKinds) -> None:
         self._kinds = kinds

@@ -231,12 +231,13 @@ class PassKinds:
 
     def candidate(self, steps: int, first: int, *, planned: bool) -> PassKind | None:
         """One that was watched long enough, has no plan yet, and begins with this event. `planned`
-        says that a pass with a plan is to be expected: what was once tried in vain is not tried in
-        that one."""
+        says that a pass with a plan is to be expected: no kind is tried in it that was tried in
+        vain before."""
         for kind in self.alike(first):
             if kind.trials >= MAX_TRIALS and not kind.tried:
                 kind.hopeless = True
-            if kind.plan or kind.hopeless or (planned and kind.trials):
+            in_vain = planned and kind.trials and not kind.tried
+            if kind.plan or kind.hopeless or in_vain:
                 continue
             passes = kind.record.passes
             settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed

@@ -563,6 +563,9 @@ def test_what_was_reached_without_a_plan_is_said() -> None:
     assert "-> 31.0 GiB, OVER the budget of 30.0 GiB, 3.0 GiB out" in over
     own = headline(changed(none | moved | {"own_checkpointing": True}, ()))
     assert own.endswith("-> 29.0 GiB, the model's own checkpointing is on [measured]")
+    page = memory_plots.section(changed(none | moved, ()), None)
+    assert "Offloaded in all passes" in page
+    assert "unknown" not in page
 
 
 def test_each_ranks_peak() -> None:

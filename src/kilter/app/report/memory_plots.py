@@ -75,57 +75,64 @@ def claim(memory: MemoryReport) -> str:
 
 def _tiles(memory: MemoryReport) -> str:
     record = memory.record
-    own, simulated = memory.label, Label.SIMULATED
-    plan = memory.plan
     before = show_bytes(record.plain_peak_bytes)
     peak = record.peak_bytes
     spread, value = f"{before} with everything kept", show_bytes(peak)
     if peak is None:
         value, spread = before, "with everything kept"
     budget = f"Budget {show_bytes(record.budget_bytes)}: {record.budget}."
-    tiles = [tile(own, "Peak memory", value, spread, budget)]
+    peak_tile = tile(memory.label, "Peak memory", value, spread, budget)
+    return peak_tile + _time_tile(memory) + _offloaded_tile(memory)
+
+
+def _time_tile(memory: MemoryReport) -> str:
+    """What an iteration takes, measured, or else a pass by its plan; empty if neither is known."""
+    record, plan = memory.record, memory.plan
     known, change = memory.slowdown is not None, memory.slowdown
-    if not known:
-        change = memory.pass_slowdown
-    times = (
-        f"{show_time(record.plain_iteration_s)} with everything kept, "
-        f"{show_time(record.iteration_s)} under the plan."
-        if known
-        else f"Forward and backward {show_time(plan.compute_s if plan else None)} with everything "
-        f"kept, {show_time(plan.iteration_s if plan else None)} under the plan."
-    )
-    if known and memory.unplanned_share:
-        times += f" {without_plan(memory)}."
-    bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
     if record.own_checkpointing and not known:
+        if record.iteration_s is None:
+            return ""
         took = (
             "An iteration with the model's own checkpointing; with everything kept: not measured."
         )
-        tiles.append(tile(own, "Time per iteration", show_time(record.iteration_s), "", took))
-    else:
-        tiles.append(
-            tile(
-                own if known else simulated,
-                "Time per iteration" if known else "Time of a pass",
-                signed(change),
-                bound,
-                times,
-            )
+        return tile(memory.label, "Time per iteration", show_time(record.iteration_s), "", took)
+    bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
+    if known:
+        times = (
+            f"{show_time(record.plain_iteration_s)} with everything kept, "
+            f"{show_time(record.iteration_s)} under the plan."
         )
-    offloaded, copied, counts = "unknown", "", ""
-    if plan is not None:
-        offloaded = show_bytes(plan.out_bytes)
-        copied = (
-            f"{show_bytes(plan.in_bytes)} copied back; "
-            f"{show_fraction(plan.hidden)} of the copies hidden behind compute"
+        if memory.unplanned_share:
+            times += f" {without_plan(memory)}."
+        return tile(memory.label, "Time per iteration", signed(change), bound, times)
+    if plan is None:
+        return ""
+    times = (
+        f"Forward and backward {show_time(plan.compute_s)} with everything kept, "
+        f"{show_time(plan.iteration_s)} under the plan."
+    )
+    return tile(Label.SIMULATED, "Time of a pass", signed(memory.pass_slowdown), bound, times)
+
+
+def _offloaded_tile(memory: MemoryReport) -> str:
+    """What the largest pass offloads by its plan; without one what all passes have offloaded."""
+    record, plan = memory.record, memory.plan
+    host = f"{show_bytes(memory.host_bytes)} of host memory."
+    if plan is None:
+        copied = f"{show_bytes(record.in_bytes)} copied back"
+        return tile(
+            memory.label, "Offloaded in all passes", show_bytes(record.out_bytes), copied, host
         )
-        counts = (
-            f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
-            f"{plan.kept} kept; "
-        )
-    host = f"{counts}{show_bytes(memory.host_bytes)} of host memory."
-    tiles.append(tile(simulated, "Offloaded in a pass", offloaded, copied, host))
-    return "".join(tiles)
+    copied = (
+        f"{show_bytes(plan.in_bytes)} copied back; "
+        f"{show_fraction(plan.hidden)} of the copies hidden behind compute"
+    )
+    counts = (
+        f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
+        f"{plan.kept} kept; "
+    )
+    offloaded = show_bytes(plan.out_bytes)
+    return tile(Label.SIMULATED, "Offloaded in a pass", offloaded, copied, counts + host)
 
 
 def _kinds(memory: MemoryReport) -> str:

@@ -274,8 +274,9 @@ def iteration_times(report: Report) -> str:
         svg.micro(show_time(arm.iteration_s)) for arm in (report.baseline, report.governed)
     )
     lede = "The clocks as they were found: no other setting was tried."
-    if _memory_plan(report):
-        lede += " The memory plan was in force."
+    if report.memory is not None and _governs_memory(report):
+        planned = " The memory plan was in force."
+        lede += planned if report.memory.plan else " Tensors were offloaded without a memory plan."
     if tried:
         lede = (
             "Blocks of the default and of the candidate take turns, so that whatever else changes "
@@ -299,14 +300,14 @@ def iteration_times(report: Report) -> str:
     )
 
 
-def _memory_plan(report: Report) -> bool:
+def _governs_memory(report: Report) -> bool:
     memory = report.memory
     return memory is not None and memory.record.applied and not memory.moves_nothing
 
 
 def _default_name(report: Report) -> str:
-    """With a memory plan in force it is not the job's default that was timed."""
-    return "default clocks" if _memory_plan(report) else "default"
+    """Under a memory budget it is not the job's default that was timed."""
+    return "default clocks" if _governs_memory(report) else "default"
 
 
 def _draw_iteration_times(

@@ -130,3 +130,20 @@ def test_passes_beside_a_kept_graph_keep_their_plan_where_its_tensors_lie_elsewh
     assert all(map(torch.equal, plain, governed))
     assert (planned >= 24) == (rows != ROWS)
     assert ("older_graph" in reasons) == (rows == ROWS)
+
+
+def test_a_retained_graph_that_is_back_on_the_device_keeps_no_pass_from_its_plan() -> None:
+    """As in a loop whose variable for the loss lives until the next one."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with Swapper(
+        CpuStandIn(), budget_bytes=12 * ROWS * WIDTH * 4, link=H200_PCIE5, min_bytes=1024
+    ) as swapper:
+        for _ in range(30):
+            loss = net(torch.randn(ROWS, WIDTH)).square().mean()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        report = swapper.report()
+    assert report.planned > 15
+    assert report.out_bytes > 0

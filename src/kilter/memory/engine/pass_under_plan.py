@@ -23,7 +23,7 @@ from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.ready import Due, Ready, in_place_of
 from kilter.memory.engine.recompute import Reader
 from kilter.memory.engine.segment_pass import SegmentPass
-from kilter.memory.engine.store import Pass, Saved, Store
+from kilter.memory.engine.store import RESIDENT, Pass, Saved, Store
 from kilter.memory.engine.waits import Waits
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PassUnderPlan:
         self.deviated = False
         """The present pass has departed from its plan."""
         self._older: list[weakref.ref[Saved]] = []
-        """These tensors of earlier passes lay in the plans' host memory when the last pass
+        """These tensors of earlier passes were in the plans' host memory when the last pass
         began."""
         self.counts = PassCounts()
 
@@ -146,8 +146,8 @@ class PassUnderPlan:
         return plan.events
 
     def older_in_arena(self) -> bool:
-        """Between two passes: tensors of older graphs lie in the host memory that all plans share.
-        (What was offloaded on demand lies elsewhere.)"""
+        """Between two passes: tensors of older graphs are in the host memory that all plans share.
+        (What was offloaded on demand is in blocks of its own.)"""
         found = [*self._older, *self._moves.by_number.values()]
         self._older = [reference for reference in found if _in_arena(reference())]
         return bool(self._older)
@@ -279,8 +279,10 @@ class PassUnderPlan:
 
 
 def _in_arena(saved: Saved | None) -> bool:
-    transfer = None if saved is None else saved.transfer
-    return transfer is not None and transfer.host is not None and transfer.pooled is None
+    """Its bytes are in the plans' host memory and nowhere else."""
+    if saved is None or saved.state == RESIDENT or saved.transfer is None:
+        return False
+    return saved.transfer.host is not None and saved.transfer.pooled is None
 
 
 class DueMoves:

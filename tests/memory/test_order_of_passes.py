@@ -306,3 +306,23 @@ def test_a_longer_pass_after_several_ordinary_ones_gets_a_plan(every: int) -> No
     assert last.planned - earlier.planned == 10 * every
     assert last.deviations == earlier.deviations
     assert last.watched == earlier.watched
+
+
+def test_one_departure_does_not_make_a_usual_pass_a_rare_one() -> None:
+    """An evaluation after each training, which has no plan and is not watched any more."""
+    order, training = PassOrder(), plan(1, 2, 3)
+
+    def watched() -> None:
+        order.pass_ended(None, training.events, 3)
+        order.pass_ended(None, (1, 2), 2)
+
+    for _ in range(3):
+        watched()
+    order.pass_ended(None, training.events, 3)
+    order.pass_ended(training, None, 2)
+    watched()
+    for _ in range(20):
+        assert order.plan([training]) is training
+        order.pass_ended(training, training.events, 3)
+        assert order.plan([training]) is None
+        order.pass_unseen()

@@ -104,19 +104,18 @@ class PassOrder:
         """A pass without a plan has ended that was not watched. It is taken for the one that came
         at this place most often."""
         then = self._fits_then.get((*self._last, self._since), {})
-        events = _most_often(then) if then else _most_often(self._fits.get(self._last, {}))
+        known = {**then, **self._fits.get(self._last, {})}
+        events = max(known, key=self._judged, default=None)
+        if events is not None and self._fit(events) <= 0:
+            events = None
         self._since = 0 if self._is_rare(events) else self._since + 1
         self._last = self._last[1], 0 if events is None else hash(events)
 
     def _is_rare(self, events: tuple[int, ...] | None) -> bool:
         """After such passes as the last ones another pass is usual."""
-        return _most_often(self._fits.get(self._last, {})) not in (None, events)
-
-
-def _most_often(known: dict[tuple[int, ...], int]) -> tuple[int, ...] | None:
-    """The events that came most often; None: none came lately."""
-    found = max(known, key=known.__getitem__, default=None)
-    return found if found is not None and known[found] > 0 else None
+        known = self._fits.get(self._last, {})
+        usual = max(known, key=known.__getitem__, default=None)
+        return usual is not None and known[usual] > 0 and usual != events
 
 
 def _count(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.iteration_times import MIXED, IterationTimes
 from kilter.observe.end_times import Iteration
 
 
@@ -28,3 +28,22 @@ def test_an_iteration_with_a_pass_that_has_no_plan_is_not_taken_for_one_under_a_
     times.begin_plan()
     assert not times.others_s
     assert times.counts == {"planned": 0, "others": 0}
+
+
+def test_where_shapes_change_all_iterations_count_but_plain_and_watched_ones() -> None:
+    times = IterationTimes()
+    times.was_plain()
+    times.planned(now=False)
+    times.add([Iteration(index=-1, end_s=0.0, duration_s=9.0)], lambda _: False)
+    run(times, [True, True, False], 1.0)
+    times.index += 1
+    times.planned(now=False, watched=True)
+    times.add([Iteration(index=times.index, end_s=0.0, duration_s=9.0)], lambda _: False)
+    assert list(times.plain_s) == [9.0]
+    assert list(times.mixed_s) == [1.0, 1.0, 1.0]
+    assert times.mixed_measured_s() is None
+    run(times, [False] * MIXED, 2.0)
+    assert times.mixed_measured_s() == 2.0
+    unknown = IterationTimes()  # under a size as the budget none is plain
+    run(unknown, [True, True, True], 1.0)
+    assert list(unknown.mixed_s) == [1.0, 1.0, 1.0]

@@ -52,7 +52,7 @@ class IterationTimes:
             of.append(self.planned_s)
         elif not now and self.planned_s:
             of.append(self.others_s)
-        if not watched and self.plain_s not in of:
+        if not (watched or any(each is self.plain_s for each in of)):
             of.append(self.mixed_s)
         if self.planned_s:
             self.counts["planned" if now else "others"] += 1

@@ -168,7 +168,7 @@ class RecomputeChoice:
             self._stay_with(self.kept, heard.why_not)
             return
         comparison, way = self._comparison, self.in_force.way
-        comparison.on_demand = heard.changing
+        self._changing = comparison.on_demand = heard.changing
         clear = comparison.add(heard.seconds)
         assert comparison.other is not None
         if not (clear or heard.why_not):

@@ -24,6 +24,7 @@ from kilter.app.report.memory import (
     chrome_of,
     details,
     headline,
+    how_kept,
     lines,
     memory_report,
     timeline_of,
@@ -563,6 +564,11 @@ def test_what_was_reached_without_a_plan_is_said() -> None:
     assert "-> 31.0 GiB, OVER the budget of 30.0 GiB, 3.0 GiB out" in over
     own = headline(changed(none | moved | {"own_checkpointing": True}, ()))
     assert own.endswith("-> 29.0 GiB, the model's own checkpointing is on [measured]")
+    assert how_kept(changed(none | moved, ())) == " Tensors were offloaded without a memory plan."
+    own_alone = changed(none | {"out_bytes": 0, "own_checkpointing": True}, ())
+    assert how_kept(own_alone) == " The model's own checkpointing was on."
+    assert how_kept(changed({})) == " The memory plan was in force."
+    assert how_kept(changed(none | {"out_bytes": 0}, ())) == ""
     page = memory_plots.section(changed(none | moved, ()), None)
     assert "Offloaded in all passes" in page
     assert "unknown" not in page

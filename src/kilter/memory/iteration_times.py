@@ -11,7 +11,7 @@ from kilter.observe.end_times import Iteration
 MEASURED = 10
 """Of so many iterations under plans of one sort the median counts."""
 MIXED = 20
-"""Of so many it counts where shapes keep changing, and with them what an iteration takes."""
+"""The same where shapes keep changing: iterations differ more there, and have mostly no plan."""
 PATIENCE = 64
 """They have to be planned and measured within so many iterations."""
 

@@ -446,6 +446,15 @@ def without_plan(memory: MemoryReport) -> str:
     return f"{show_time(took_s)} where a pass has no plan, {share} of iterations"
 
 
+def how_kept(memory: MemoryReport) -> str:
+    """What was in force while iterations were timed, as further sentences; empty: nothing was."""
+    own = " The model's own checkpointing was on." if memory.record.own_checkpointing else ""
+    if memory.plan is not None:
+        return f"{own} The memory plan was in force."
+    offloaded = " Tensors were offloaded without a memory plan." if memory.record.out_bytes else ""
+    return own + offloaded
+
+
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     """What an iteration takes longer than the plan accounts for, where that is a lot. Each pass of
     an iteration counts like the largest one: what smaller ones take is not said to be missing."""

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from kilter.app.report import svg
 from kilter.app.report.build import Report, Series
 from kilter.app.report.evidence import JUDGED, Probe, allowed_slowdown
+from kilter.app.report.memory import how_kept
 from kilter.app.report.page import section, tag
 from kilter.app.report.summary import interval, less_one
 from kilter.app.report.svg import NARROW, Frame, escape
@@ -275,8 +276,7 @@ def iteration_times(report: Report) -> str:
     )
     lede = "The clocks as they were found: no other setting was tried."
     if report.memory is not None and _governs_memory(report):
-        planned = " The memory plan was in force."
-        lede += planned if report.memory.plan else " Tensors were offloaded without a memory plan."
+        lede += how_kept(report.memory)
     if tried:
         lede = (
             "Blocks of the default and of the candidate take turns, so that whatever else changes "

@@ -14,8 +14,8 @@ from kilter.memory.engine.pass_kinds import PassKind, PassKinds
 from kilter.memory.engine.ready import Ready
 
 TELL_OF_OLDER = 8
-"""The user is told why plans are not used after so many passes that an older graph has kept from
-theirs."""
+"""After so many passes that ran without their plan because of an older graph, a line names that as
+the reason."""
 HOPELESS_EVERY = 8
 """One pass in so many is watched again, of those that begin like one that cannot be planned."""
 DEVIATION_PATIENCE = 2

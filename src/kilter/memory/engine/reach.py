@@ -19,7 +19,7 @@ from kilter.memory.engine.store import LEAF, Itself, Store, View
 
 
 class Reach(AbstractContextManager["Reach"]):
-    """All that is done in them is done by the `guard` of the store."""
+    """Errors of what these properties do for the engine end at the store's `guard`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -258,14 +258,17 @@ class Cuda:
         torch_internals.cuda_sleep(int(seconds * CLOCK_HZ))
 
     def used_bytes(self) -> int | None:
-        # `memory_allocated` first sorts all figures by name, which takes long.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+        return self._allocated_bytes("current")
 
     def peak_bytes(self) -> int | None:
-        peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
+        peak_bytes = self._allocated_bytes("peak")
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
+
+    def _allocated_bytes(self, which: str) -> int:
+        # `memory_allocated` first sorts all figures by name, which takes long.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

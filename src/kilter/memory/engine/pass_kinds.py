@@ -41,6 +41,9 @@ TUNED = 3
 """So many passes under a new plan are measured: their peak, and how long they wait for copies."""
 LISTEN_EVERY = 200
 """After so many passes without it, waiting is timed again."""
+CHECK_AFTER = 16
+"""After so many passes under a plan that holds, the peak of one is measured again: what the program
+keeps beside the passes may have grown. The next time after twice as many, up to `LISTEN_EVERY`."""
 MAX_SHIFTS = 2
 """In so many plans in a row loads may start earlier: if loads are still late then, the link is too
 slow."""
@@ -88,6 +91,17 @@ class PassKind:
     """In so many plans in a row late loads start earlier than in the plan before."""
     answers: int = 0
     """So many plans were made for what passes under the one before had waited for."""
+    unchecked: int = 0
+    """So many passes under its plan have run since the peak of one was measured."""
+    check_after: int = CHECK_AFTER
+
+    def is_to_be_checked(self) -> bool:
+        """A pass begins under its plan, which holds: whether its peak is to be measured again."""
+        self.unchecked += 1
+        if self.unchecked < self.check_after:
+            return False
+        self.unchecked, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
+        return True
 
     @property
     def saved_bytes(self) -> int:
@@ -306,6 +320,19 @@ class PassKinds:
                 kind.excesses += 1
                 # More each time, since another plan errs by another amount.
                 kind.less_bytes += kind.excesses * over_bytes
+                kind.outdated = True
+
+    def checks(self, planned: Ready) -> bool:
+        """A pass begins under this plan, which holds: whether its peak is to be measured again."""
+        return any(kind.plan is planned and kind.is_to_be_checked() for kind in self)
+
+    def checked(self, planned: Ready, peak_bytes: int, budget_bytes: int) -> None:
+        """It was this, long after the plan was made. If that is above the budget, the program keeps
+        more beside the passes than it did then: plan for so much less."""
+        self.counted(planned, peak_bytes)
+        for kind in self:
+            if kind.plan is planned and peak_bytes > budget_bytes:
+                kind.less_bytes += peak_bytes - budget_bytes
                 kind.outdated = True
 
     def counted(self, planned: Ready | None, peak_bytes: int) -> None:

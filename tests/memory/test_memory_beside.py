@@ -1,0 +1,81 @@
+"""A budget holds also where the program comes to keep more beside its passes, long after they were
+planned: a copy of the best weights, an average of them, the state of a second optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.pass_kinds import CHECK_AFTER
+from kilter.memory.plan.problem import Link
+
+WIDTH, ROWS, LAYERS = 64, 256, 12
+SAVED_BYTES = 2 * LAYERS * ROWS * WIDTH * 4
+LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=1.5e9)
+
+
+class Allocator(CpuStandIn):
+    """Tells what saved tensors take and what the program keeps beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(spoil=True)
+        self.swapper: Swapper | None = None
+        self.beside_bytes = 0
+        self.most_bytes = 0
+
+    def holds(self, saved_bytes: int) -> None:
+        self.used_bytes()
+
+    def used_bytes(self) -> int:
+        assert self.swapper is not None
+        counts = self.swapper._store.counts
+        used_bytes = counts.held_bytes + counts.beside_bytes + self.beside_bytes
+        self.most_bytes = max(self.most_bytes, used_bytes)
+        return used_bytes
+
+    def peak_bytes(self) -> int:
+        self.used_bytes()
+        peak_bytes, self.most_bytes = self.most_bytes, 0
+        return peak_bytes
+
+
+class Training:
+    def __init__(self, budget_bytes: int) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.backend = Allocator()
+        self.swapper = Swapper(self.backend, budget_bytes=budget_bytes, link=LINK, min_bytes=1024)
+        self.backend.swapper = self.swapper
+
+    def train(self, steps: int) -> list[torch.Tensor]:
+        losses = []
+        with self.swapper:
+            for step in range(steps):
+                if step == steps // 3:
+                    self.backend.beside_bytes = SAVED_BYTES // 5
+                loss = self.model(torch.randn(ROWS, WIDTH)).square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.append(loss.detach())
+        return losses
+
+
+@pytest.mark.parametrize("rounds", [3, 9])
+def test_a_plan_is_made_anew_for_what_is_left_of_the_budget(rounds: int) -> None:
+    budget_bytes = int(0.6 * SAVED_BYTES)
+    training = Training(budget_bytes)
+    losses = training.train(rounds * 2 * CHECK_AFTER)
+    (kind,) = training.swapper._kinds
+    assert kind.plan is not None
+    assert kind.plan.value.peak_bytes <= budget_bytes - SAVED_BYTES // 5 + 4096
+    assert kind.plan.peak_bytes <= budget_bytes
+    report = training.swapper.report()
+    assert report.settled
+    assert report.most_bytes > budget_bytes  # which is told: passes before were above it
+    plain = Training(2**40).train(rounds * 2 * CHECK_AFTER)
+    assert all(torch.equal(a, b) for a, b in zip(losses, plain, strict=True))

@@ -26,7 +26,7 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 import kilter.memory.engine
-from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine import CpuStandIn, Swapper, head_start
 from kilter.memory.plan.problem import Link
 from kilter.session.fence import Fence
 
@@ -297,8 +297,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     ids=["recomputed", "swapped", "segments"],
 )
 def test_an_error_at_any_call_changes_no_number(
-    event: str, bytes_per_s: float, segments: bool
+    event: str, bytes_per_s: float, segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(head_start, "PAUSE_S", 0.0)  # as many pauses in each run
     make = Deep if segments else Net
     plain = train(make=make)
     for _ in range(2):  # what is looked up once in a process is known in the second

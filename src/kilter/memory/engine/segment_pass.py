@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kilter.memory import messages
-from kilter.memory.engine.aliases import bytes_of
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import SavedSegment
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Foreign, Unlike
 from kilter.memory.engine.segments import ModuleCall, ModuleCalls, tensors_in
 from kilter.memory.engine.store import PREFETCHING, Saved, Store
-from kilter.memory.engine.trial import TRIAL_PAUSE_S, WATCH_REPEATS
+from kilter.memory.engine.trial import Equal, same_bytes
 from kilter.memory.engine.watch import Watch
 
 if TYPE_CHECKING:
@@ -181,55 +181,46 @@ class SegmentPass:
         backend = self._backend
         backend.peak_bytes()
         before_bytes = backend.used_bytes()
-        marks = []
         try:
-            made = self._store.carried_out(call.run)  # what it reads is resident from now on
-            equal = self._equal(members, made)
-            for _ in range(WATCH_REPEATS):
-                del made
-                backend.keep_busy(TRIAL_PAUSE_S)
-                begin = backend.mark()
-                made = self._store.carried_out(call.run)
-                marks.append((begin, backend.mark()))
-                equal = equal and self._equal(members, made)
-            del made
+            repeated = trial.repeat(call.run, lambda made: self._compare(members, made))
         except (Unlike, Modified, RuntimeError) as error:
             trial.refuse(messages.segment_failed(name, error))
-            return
-        if not equal:
-            trial.refuse(messages.segment_differs(name))
             return
         peak_bytes = backend.peak_bytes()
         made_bytes = sum(saved.size_bytes for saved in members)
         extra_bytes = 0
         if peak_bytes is not None and before_bytes is not None:
             extra_bytes = max(0, peak_bytes - before_bytes - made_bytes)
-        watch.segment(
-            SavedSegment(
-                name=name,
-                module=weakref.ref(call.module),
-                first=call.first,
-                last=call.last,
-                members=frozenset(saved.number for saved in members),
-                sources=frozenset(view.saved.number for view in call.inputs),
-                closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
-                operations=call.operations,
-                held_bytes=sum(held.tensor.nbytes for held in call.held),
-                extra_bytes=extra_bytes,
-                recompute_s=min(backend.elapsed_s(*pair) for pair in marks),
-                reads=call.reads,
-            )
+        found = SavedSegment(
+            name=name,
+            module=weakref.ref(call.module),
+            first=call.first,
+            last=call.last,
+            members=frozenset(saved.number for saved in members),
+            sources=frozenset(view.saved.number for view in call.inputs),
+            closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
+            operations=call.operations,
+            held_bytes=sum(held.tensor.nbytes for held in call.held),
+            extra_bytes=extra_bytes,
+            recompute_s=0.0,
+            reads=call.reads,
         )
+        segments = watch.segments
 
-    def _equal(self, members: Sequence[Saved], made: Sequence[torch.Tensor]) -> bool:
+        def takes(recompute_s: float) -> None:
+            segments.append(replace(found, recompute_s=recompute_s))
+
+        trial.when_over(repeated, takes, messages.segment_differs(name))
+
+    def _compare(self, members: Sequence[Saved], made: Sequence[torch.Tensor]) -> list[Equal]:
         pairs = zip(members, made, strict=True)
-        return all(torch.equal(self._bytes_of(saved), bytes_of(one)) for saved, one in pairs)
+        return [same_bytes(self._alias_of(saved), one) for saved, one in pairs]
 
-    def _bytes_of(self, saved: Saved) -> torch.Tensor:
-        """The bytes of a tensor, or a copy of them where they were offloaded on demand."""
+    def _alias_of(self, saved: Saved) -> torch.Tensor:
+        """A tensor, or a copy of it where it was offloaded on demand."""
         alias, host = saved.alias, saved.host
         if saved.state == PREFETCHING or alias is None:
             assert host is not None
             alias = self._backend.alloc_like(host)
             self._backend.wait(self._backend.copy_in(alias, host))
-        return bytes_of(alias)
+        return alias

@@ -1,33 +1,56 @@
 """A pass in which everything that can be recomputed is recomputed beside the real tensors: how long
-that takes, and whether the results are equal."""
+that takes, and whether the results are equal. Both are read when the pass is over: the host would
+have to wait for the device, which then would have to wait for the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.aliases import bytes_of
+from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.engine.head_start import HeadStart
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import SavedTensor
 from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store
 
-TRIAL_PAUSE_S = 4e-4
-"""The device pauses so long at each event of a trial, and before each recomputing."""
+T = TypeVar("T")
+Equal: TypeAlias = bool | torch.Tensor
+"""Whether bytes are equal; a tensor of the device until that is known."""
 WATCH_REPEATS = 3
 """How often a tensor is recomputed in a trial; the shortest time counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Something was recomputed `WATCH_REPEATS` times. What came of it is not known yet."""
+
+    equal: list[Equal]
+    marks: list[tuple[CopyEvent, CopyEvent]]
+    """When each time began and ended."""
 
 
 class RecomputeTrial:
     """Reads recipes as tensors are saved, and carries them out when backward needs the tensors."""
 
-    def __init__(self, store: Store, expected_bytes: int, refused: dict[Reason, None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        head_start: HeadStart,
+        expected_bytes: int,
+        refused: dict[Reason, None],
+    ) -> None:
         self._backend = store.backend
         self._store = store
+        self._head_start = head_start
+        self._repeated: list[tuple[Repeated, Callable[[float], None], Reason]] = []
         self._reader = Reader(store)
         self.expected_bytes = expected_bytes
         """Passes of this kind save so much."""
@@ -78,19 +101,53 @@ class RecomputeTrial:
         if self.emptied(found.parameters):
             self.refuse(messages.recipe_of_sharded_weights(datum.name))
             return
-        marks, carried_out = [], self._store.carried_out
+        alias = saved.alias
+        assert alias is not None
         try:
-            made = carried_out(found.make)  # its sources are resident from now on, kernels loaded
-            for _ in range(WATCH_REPEATS):
-                self._backend.keep_busy(TRIAL_PAUSE_S)
-                begin = self._backend.mark()
-                made = carried_out(found.make)
-                marks.append((begin, self._backend.mark()))
+            repeated = self.repeat(found.make, lambda made: [same_bytes(alias, made)])
         except (Unlike, Modified, torch.OutOfMemoryError) as error:
             self.refuse(messages.recipe_failed(datum.name, error))
             return
-        assert saved.alias is not None
-        if torch.equal(bytes_of(saved.alias), bytes_of(made)):
-            datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
-        else:
-            self.refuse(messages.recipe_differs(datum.name))
+
+        def takes(recompute_s: float) -> None:
+            datum.recompute_s = recompute_s
+
+        self.when_over(repeated, takes, messages.recipe_differs(datum.name))
+
+    def repeat(self, make: Callable[[], T], compare: Callable[[T], list[Equal]]) -> Repeated:
+        """Recompute something some times, and compare what is made each time."""
+        equal, marks = [], []
+        for turn in range(1 + WATCH_REPEATS):
+            self._head_start.renew()
+            begin = self._backend.mark()
+            made = self._store.carried_out(make)
+            if turn:  # by then what it reads is resident, and its kernels are loaded
+                marks.append((begin, self._backend.mark()))
+            equal += compare(made)
+            del made
+        return Repeated(equal, marks)
+
+    def when_over(
+        self, repeated: Repeated, takes: Callable[[float], None], differs: Reason
+    ) -> None:
+        """Once the pass is over, give `takes` the shortest time in seconds if all was equal; else
+        refuse for `differs`."""
+        self._repeated.append((repeated, takes, differs))
+
+    def over(self) -> None:
+        """The pass is over."""
+        for repeated, takes, differs in self._repeated:
+            if all(repeated.equal):
+                takes(min(self._backend.elapsed_s(*pair) for pair in repeated.marks))
+            else:
+                self.refuse(differs)
+        self._repeated.clear()
+
+
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> Equal:
+    """Whether two storages have the same bytes."""
+    first, second = bytes_of(first), bytes_of(second)
+    if first.numel() != second.numel():
+        return False
+    equal: torch.Tensor = (first == second).all()
+    return equal

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 from kilter.core.reasons import Reason
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.engine.head_start import HeadStart
 from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.store import Saved, Store
-from kilter.memory.engine.trial import TRIAL_PAUSE_S, RecomputeTrial
+from kilter.memory.engine.trial import RecomputeTrial
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
 
 
-PAUSE_S = 1e-3
-"""The device pauses so long at each event of a pass that is watched. Such a pass is issued slowly;
-without the pauses the device would wait elsewhere, and that would count as time of operations."""
 IN_VAIN = 16
 """So many passes are watched in vain before watching becomes rare. A pass is watched in vain if it
 is unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for
@@ -91,12 +89,15 @@ class Watch:
         self._backend = store.backend
         self._store = store
         self._recorder = PassRecorder()
+        self._head_start = HeadStart(store.backend)
         self._paths = ModulePaths()
         self.after_step = after_step
         self._saved: list[weakref.ref[Saved]] = []
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""
-        self.trial = RecomputeTrial(store, expected_bytes, self.refused) if trial else None
+        self.trial = (
+            RecomputeTrial(store, self._head_start, expected_bytes, self.refused) if trial else None
+        )
         self.peak_bytes = 0
         """At most this was in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
@@ -113,9 +114,10 @@ class Watch:
         found = [reference() for reference in self._saved[number:]]
         return [saved for saved in found if saved is not None]
 
-    def segment(self, segment: SavedSegment) -> None:
-        """The call of a module was found to recompute what it saved."""
-        self._recorder.segments.append(segment)
+    @property
+    def segments(self) -> list[SavedSegment]:
+        """Calls of modules that were found to recompute what they saved."""
+        return self._recorder.segments
 
     @property
     def event(self) -> int:
@@ -124,9 +126,8 @@ class Watch:
 
     def enter(self, code: int, *, used: bool) -> None:
         """An event begins: the operation before it has ended."""
-
         self._begin = self._backend.mark()
-        self._backend.keep_busy(TRIAL_PAUSE_S if self.trial else PAUSE_S)
+        self._head_start.renew()
         node = torch_internals.current_node() if used else None
         name = "forward" if node is None else str(node.name())
         event = self._recorder.note(code, name, backward=used)
@@ -174,6 +175,8 @@ class Watch:
         would count in the levels of the next pass, which may need tensors of this one."""
         for saved in self.saved_since(0):
             saved.calls = saved.recipe = None
+        if self.trial is not None:
+            self.trial.over()
 
     def record(self) -> PassRecord:
         """The pass that has ended."""

@@ -82,7 +82,7 @@ class GovernedJob:
             own = OwnCheckpointing(run.fence)
             ranks = RankAgreement(run.messages, run.ranks, times)
             self._choice = RecomputeChoice(swapper, times, own, self._can_record, ranks, history)
-        self._plain = PlainIterations(swapper, backend.device, cuda, times)
+        self._plain = PlainIterations(swapper, backend.device, cuda, times, run.fence)
         self._budget = JobBudget(
             asked, begin, unplanned_bytes, swapper, self._plain, dry_run=run.dry_run
         )
@@ -149,8 +149,7 @@ class GovernedJob:
         thread goes on in the background, nothing is removed."""
         self._peak.script_ended()
         self._compiled.close()
-        if self._swapper.hooks.in_thread:
-            self._plain.end()
+        self._plain.end()
         if self._choice is not None:
             self._choice.close()
         if self._building is not None:

@@ -316,10 +316,15 @@ def more(match: re.Match[str], found: Json) -> bool:
 
 
 def met(match: re.Match[str], found: Json) -> bool:
+    before, after, over, budget = match.groups()
+    if over is not None and over != show_bytes(found["peak_bytes"] - found["budget_bytes"]):
+        return False
     return (
-        sizes("peak_before_bytes", "peak_bytes", "budget_bytes")(match, found)
+        before == show_bytes(found["peak_before_bytes"])
+        and after == show_bytes(found["peak_bytes"])
+        and budget in (None, show_bytes(found["budget_bytes"]))
         and found["applied"]
-        and (match[3] is not None) == (found["within"] is False)
+        and (over is not None) == (found["within"] is False)
     )
 
 
@@ -360,6 +365,7 @@ def counts(match: re.Match[str], found: Json) -> bool:
 
 LABELLED = r" \[(?:measured|simulated)\]"
 PERCENT = r"[+-]?[\d.]+ %"
+OVER = rf"(?:, ({SIZE}) OVER the budget of ({SIZE}))?"
 CHANGE = (
     rf"(?:, iteration {PERCENT}(?: under a plan, {PERCENT} of iterations without one"
     rf"| without a plan \({PERCENT} of all\), {PERCENT} under one)?)?"
@@ -383,7 +389,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         sizes("peak_before_bytes", "budget_bytes"),
     ),
     (
-        rf"memory: no plan: peak ({SIZE}) -> ({SIZE})(?:, OVER the budget of ({SIZE}))?, "
+        rf"memory: no plan: peak ({SIZE}) -> ({SIZE}){OVER}, "
         rf"(?:{MOVED_WORDS}){LABELLED}",
         met,
     ),
@@ -392,7 +398,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         lambda match, found: sizes("peak_before_bytes")(match, found) and not found["applied"],
     ),
     (
-        rf"memory: peak ({SIZE}) -> ({SIZE})(?:, OVER the budget of ({SIZE}))?{CHANGE}{LABELLED}",
+        rf"memory: peak ({SIZE}) -> ({SIZE}){OVER}{CHANGE}{LABELLED}",
         met,
     ),
     (rf"budget: ({SIZE}): as asked", sizes("budget_bytes")),
@@ -452,7 +458,7 @@ def test_every_sentence_of_the_memory_summary_is_true_of_the_report(
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
     memory = changed({"peak_bytes": 31 * GIB})
     assert memory.within is False
-    assert "OVER the budget of 30.0 GiB" in headline(memory)
+    assert "-> 31.0 GiB, 1.0 GiB OVER the budget of 30.0 GiB" in headline(memory)
 
 
 def test_iterations_without_a_plan_are_not_hidden_behind_those_with_one() -> None:
@@ -561,7 +567,7 @@ def test_what_was_reached_without_a_plan_is_said() -> None:
     on_demand = "memory: no plan: peak 45.0 GiB -> 29.0 GiB, 3.0 GiB out and 3.0 GiB in [measured]"
     assert headline(changed(none | moved, ())) == on_demand
     over = headline(changed(none | moved | {"peak_bytes": 31 * GIB}, ()))
-    assert "-> 31.0 GiB, OVER the budget of 30.0 GiB, 3.0 GiB out" in over
+    assert "-> 31.0 GiB, 1.0 GiB OVER the budget of 30.0 GiB, 3.0 GiB out" in over
     own = headline(changed(none | moved | {"own_checkpointing": True}, ()))
     assert own.endswith("-> 29.0 GiB, the model's own checkpointing is on [measured]")
     assert how_kept(changed(none | moved, ())) == " Tensors were offloaded without a memory plan."

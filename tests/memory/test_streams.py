@@ -5,7 +5,7 @@ On a CPU the stand-in says which stream operations are issued to; on a GPU they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,12 +51,13 @@ class Branches(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: Tensor, there: Any) -> Tensor:
+    def forward(self, x: Tensor, there: Any, join: Callable[[], None] = lambda: None) -> Tensor:
         y, z = x, x
         for mine, others in zip(self.main, self.other, strict=True):
             y = mine(y)
             with there():
                 z = others(z)
+        join()
         return y + z
 
 
@@ -174,8 +175,11 @@ def test_on_a_gpu_a_branch_on_another_stream_gives_the_same_bits(link: Link) -> 
                 torch.manual_seed(number)
                 x = torch.randn(4096, 1024, device="cuda")
                 other.wait_stream(torch.cuda.current_stream())
-                y = model(x, lambda: torch.cuda.stream(other))
-                torch.cuda.current_stream().wait_stream(other)
+                y = model(
+                    x,
+                    lambda: torch.cuda.stream(other),
+                    lambda: torch.cuda.current_stream().wait_stream(other),
+                )
                 loss = y.square().mean()
                 loss.backward()
                 optimizer.step()
@@ -187,7 +191,8 @@ def test_on_a_gpu_a_branch_on_another_stream_gives_the_same_bits(link: Link) -> 
                 assert report.out_bytes + report.recomputed
         return [*values, *(p.detach() for p in model.parameters())]
 
-    plain = run(governed=False)
+    plain, again = run(governed=False), run(governed=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True)), "plain differs"
     assert all(torch.equal(a, b) for a, b in zip(plain, run(governed=True), strict=True))
 
 

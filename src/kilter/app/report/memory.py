@@ -289,7 +289,11 @@ def result(memory: MemoryReport) -> Finding:
     if memory.feasible is False:
         return Finding(_unmet(memory, before, budget), label)
     after = show_bytes(record.peak_bytes)
-    over = "" if memory.within is not False else f", OVER the budget of {budget}"
+    over = ""
+    if memory.within is False:
+        assert record.peak_bytes is not None
+        over_bytes = record.peak_bytes - record.budget_bytes
+        over = f", {show_bytes(over_bytes)} OVER the budget of {budget}"
     if memory.feasible is None:
         own = "the model's own checkpointing is on" if record.own_checkpointing else ""
         moved = (own or memory.moved) if record.applied else ""

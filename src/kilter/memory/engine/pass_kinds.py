@@ -91,16 +91,16 @@ class PassKind:
     """In so many plans in a row late loads start earlier than in the plan before."""
     answers: int = 0
     """So many plans were made for what passes under the one before had waited for."""
-    unchecked: int = 0
+    unmeasured: int = 0
     """So many passes under its plan have run since the peak of one was measured."""
     check_after: int = CHECK_AFTER
 
     def is_to_be_checked(self) -> bool:
         """A pass begins under its plan, which holds: whether its peak is to be measured again."""
-        self.unchecked += 1
-        if self.unchecked < self.check_after:
+        self.unmeasured += 1
+        if self.unmeasured < self.check_after:
             return False
-        self.unchecked, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
+        self.unmeasured, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
         return True
 
     @property
@@ -306,33 +306,31 @@ class PassKinds:
         peaks = [kind.plan.peak_bytes for kind in self if kind.plan is not None]
         return max([self.unplanned_peak_bytes, *peaks])
 
+    def measures(self, planned: Ready) -> bool:
+        """Whether the peak of the pass that begins under this plan is to be measured."""
+        if planned.tuned < TUNED:
+            return True
+        return any(kind.plan is planned and kind.is_to_be_checked() for kind in self)
+
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:
-        fragments and workspace are seen by no event."""
+        fragments and workspace are seen by no event, nor what the program keeps beside the pass."""
+        held = planned.tuned >= TUNED and planned.peak_bytes <= budget_bytes
         planned.tuned += 1
         if peak_bytes is None:
             return
         self.counted(planned, peak_bytes)
         self.peaks_bytes.append(peak_bytes)
+        over_bytes = peak_bytes - budget_bytes
         for kind in self:
-            over_bytes = peak_bytes - budget_bytes
-            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
+            if kind.plan is not planned:
+                continue
+            if held:  # until now
+                kind.excesses = 0
+            if over_bytes > 0 and kind.excesses < MAX_EXCESSES:
                 kind.excesses += 1
                 # More each time, since another plan errs by another amount.
                 kind.less_bytes += kind.excesses * over_bytes
-                kind.outdated = True
-
-    def checks(self, planned: Ready) -> bool:
-        """A pass begins under this plan, which holds: whether its peak is to be measured again."""
-        return any(kind.plan is planned and kind.is_to_be_checked() for kind in self)
-
-    def checked(self, planned: Ready, peak_bytes: int, budget_bytes: int) -> None:
-        """It was this, long after the plan was made. If that is above the budget, the program keeps
-        more beside the passes than it did then: plan for so much less."""
-        self.counted(planned, peak_bytes)
-        for kind in self:
-            if kind.plan is planned and peak_bytes > budget_bytes:
-                kind.less_bytes += peak_bytes - budget_bytes
                 kind.outdated = True
 
     def counted(self, planned: Ready | None, peak_bytes: int) -> None:

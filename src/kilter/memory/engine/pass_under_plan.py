@@ -25,7 +25,6 @@ from kilter.memory.engine.recompute import Reader
 from kilter.memory.engine.segment_pass import SegmentPass
 from kilter.memory.engine.store import RESIDENT, Pass, Saved, Store
 from kilter.memory.engine.waits import Waits
-from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     from kilter.memory.engine.segments import ModuleCall
@@ -79,8 +78,6 @@ class PassUnderPlan:
         self.plan: Ready | None = None
         self.measured = False
         """The peak of the present pass is measured, and what is held at each event."""
-        self._checked = False
-        """Its peak alone is measured."""
         self._quiet = False
         """The compiled library may see to events at which nothing is copied."""
         self.deviated = False
@@ -99,15 +96,12 @@ class PassUnderPlan:
         self.deviated = False
         self._moves.begin()
         self._reader.begin()
-        self.measured = plan is None or plan.tuned < TUNED
+        self.measured = plan is None or self._kinds.measures(plan)
         self._quiet = not self.measured
-        self._checked = plan is not None and self._quiet and self._kinds.checks(plan)
         if self.measured:
-            self._backend.peak_bytes()  # from here on
-        elif self._checked:
-            since_bytes = self._backend.peak_bytes()  # since the last one was measured
-            if since_bytes is not None:
-                self._kinds.counted(plan, since_bytes)
+            before_bytes = self._backend.peak_bytes()  # from here on
+            if plan is not None and plan.tuned >= TUNED and before_bytes is not None:
+                self._kinds.counted(plan, before_bytes)  # since it was measured last
         if plan is not None:
             if self._backend.shows_waits and self._kinds.listens(plan):
                 self._store.waits = Waits(self._backend)
@@ -221,15 +215,6 @@ class PassUnderPlan:
         """Nothing that was saved in the pass is left."""
         if self.measured:
             self._measure(budget_bytes, in_use=False)
-        elif self._checked:
-            self._check(budget_bytes)
-
-    def _check(self, budget_bytes: int) -> None:
-        """The pass ends, in its backward; else the optimizer may have stepped in between."""
-        plan, peak_bytes = self.plan, self._backend.peak_bytes()
-        if plan is None or peak_bytes is None or torch_internals.current_graph_task() == -1:
-            return
-        self._kinds.checked(plan, peak_bytes, budget_bytes)
 
     def _measure(self, budget_bytes: int, *, in_use: bool) -> None:
         """The peak of a pass is taken when backward uses its last tensor; of one without a backward

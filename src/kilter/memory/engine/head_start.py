@@ -15,7 +15,7 @@ PAUSE_S = 1e-2
 """The device pauses so long at a time."""
 SPARE_S = 3e-3
 """It pauses again if it might have caught up before the host has issued so much more. Pauses are
-counted in cycles (`Cuda.keep_busy`): a card whose clock is faster than assumed has less to spare."""
+counted in cycles (`Cuda.keep_busy`): a card with a faster clock than assumed has less to spare."""
 
 
 class HeadStart:

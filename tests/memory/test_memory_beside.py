@@ -24,6 +24,8 @@ class Allocator(CpuStandIn):
         self.swapper: Swapper | None = None
         self.beside_bytes = 0
         self.most_bytes = 0
+        self.begun = 0
+        """So often the peak was begun anew."""
 
     def holds(self, saved_bytes: int) -> None:
         self.used_bytes()
@@ -35,9 +37,13 @@ class Allocator(CpuStandIn):
         self.most_bytes = max(self.most_bytes, used_bytes)
         return used_bytes
 
-    def peak_bytes(self) -> int:
+    def peak_so_far_bytes(self) -> int:
         self.used_bytes()
-        peak_bytes, self.most_bytes = self.most_bytes, 0
+        return self.most_bytes
+
+    def peak_bytes(self) -> int:
+        peak_bytes, self.most_bytes = self.peak_so_far_bytes(), 0
+        self.begun += 1
         return peak_bytes
 
 
@@ -51,12 +57,15 @@ class Training:
         self.swapper = Swapper(self.backend, budget_bytes=budget_bytes, link=LINK, min_bytes=1024)
         self.backend.swapper = self.swapper
 
-    def train(self, steps: int) -> list[torch.Tensor]:
+        self.begun: list[int] = []
+
+    def train(self, steps: int, *, grows: bool = True) -> list[torch.Tensor]:
         losses = []
         with self.swapper:
             for step in range(steps):
-                if step == steps // 3:
+                if grows and step == steps // 3:
                     self.backend.beside_bytes = SAVED_BYTES // 5
+                self.begun.append(self.backend.begun)
                 loss = self.model(torch.randn(ROWS, WIDTH)).square().mean()
                 loss.backward()
                 self.optimizer.step()
@@ -79,3 +88,11 @@ def test_a_plan_is_made_anew_for_what_is_left_of_the_budget(rounds: int) -> None
     assert report.most_bytes > budget_bytes  # which is told: passes before were above it
     plain = Training(2**40).train(rounds * 2 * CHECK_AFTER)
     assert all(torch.equal(a, b) for a, b in zip(losses, plain, strict=True))
+
+
+def test_a_plan_that_holds_leaves_the_programs_own_peak_alone() -> None:
+    """`torch.cuda.max_memory_allocated` is the program's as well."""
+    training = Training(int(0.6 * SAVED_BYTES))
+    training.train(8 * CHECK_AFTER, grows=False)
+    assert training.swapper.report().settled
+    assert training.begun[CHECK_AFTER] == training.begun[-1]

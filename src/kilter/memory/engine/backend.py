@@ -106,7 +106,11 @@ class Backend(Protocol):
         """Device memory in use now; None if only the engine's own count is to be had."""
 
     def peak_bytes(self) -> int | None:
-        """The most in use since the last call; None as above."""
+        """The most in use since the last call; None as above. The program's own count of its peak
+        begins anew."""
+
+    def peak_so_far_bytes(self) -> int | None:
+        """The same, but counting goes on."""
 
     def close(self) -> None:
         """Finish all copies and give the host memory back."""
@@ -217,6 +221,9 @@ class CpuStandIn:
         return None
 
     def peak_bytes(self) -> int | None:
+        return None
+
+    def peak_so_far_bytes(self) -> int | None:
         return None
 
     def close(self) -> None:

@@ -261,9 +261,12 @@ class Cuda:
         return self._allocated_bytes("current")
 
     def peak_bytes(self) -> int | None:
-        peak_bytes = self._allocated_bytes("peak")
+        peak_bytes = self.peak_so_far_bytes()
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
+
+    def peak_so_far_bytes(self) -> int | None:
+        return self._allocated_bytes("peak")
 
     def _allocated_bytes(self, which: str) -> int:
         # `memory_allocated` first sorts all figures by name, which takes long.

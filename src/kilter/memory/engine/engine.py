@@ -439,7 +439,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             )
         if watched or plan is not None:
             self._collector.hold()
-        planned.begin(plan, self.hooks.use_library)
+        planned.begin(plan, self.budget_bytes, self.hooks.use_library)
         planned.segments.begin_pass(self._watch, plan)
         return within
 

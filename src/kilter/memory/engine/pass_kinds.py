@@ -42,7 +42,7 @@ TUNED = 3
 LISTEN_EVERY = 200
 """After so many passes without it, waiting is timed again."""
 CHECK_AFTER = 16
-"""After so many passes under a plan that holds, the peak of one is measured again: what the program
+"""After so many passes under a plan that holds it is looked whether it still does: what the program
 keeps beside the passes may have grown. The next time after twice as many, up to `LISTEN_EVERY`."""
 MAX_SHIFTS = 2
 """In so many plans in a row loads may start earlier: if loads are still late then, the link is too
@@ -91,16 +91,16 @@ class PassKind:
     """In so many plans in a row late loads start earlier than in the plan before."""
     answers: int = 0
     """So many plans were made for what passes under the one before had waited for."""
-    unmeasured: int = 0
-    """So many passes under its plan have run since the peak of one was measured."""
+    unchecked: int = 0
+    """So many passes under its plan have run since it was looked whether that holds."""
     check_after: int = CHECK_AFTER
 
     def is_to_be_checked(self) -> bool:
-        """A pass begins under its plan, which holds: whether its peak is to be measured again."""
-        self.unmeasured += 1
-        if self.unmeasured < self.check_after:
+        """A pass begins under its plan: whether it is to be looked if that still holds."""
+        self.unchecked += 1
+        if self.unchecked < self.check_after:
             return False
-        self.unmeasured, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
+        self.unchecked, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
         return True
 
     @property
@@ -306,11 +306,14 @@ class PassKinds:
         peaks = [kind.plan.peak_bytes for kind in self if kind.plan is not None]
         return max([self.unplanned_peak_bytes, *peaks])
 
-    def measures(self, planned: Ready) -> bool:
+    def measures(self, planned: Ready, budget_bytes: int) -> bool:
         """Whether the peak of the pass that begins under this plan is to be measured."""
         if planned.tuned < TUNED:
             return True
-        return any(kind.plan is planned and kind.is_to_be_checked() for kind in self)
+        if not any(kind.plan is planned and kind.is_to_be_checked() for kind in self):
+            return False
+        peak_bytes = self._store.backend.peak_so_far_bytes()  # of all passes since
+        return peak_bytes is None or peak_bytes > budget_bytes
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:

@@ -89,14 +89,16 @@ class PassUnderPlan:
 
     # The pass as a whole
 
-    def begin(self, plan: Ready | None, use_library: Callable[..., Position | None]) -> None:
+    def begin(
+        self, plan: Ready | None, budget_bytes: int, use_library: Callable[..., Position | None]
+    ) -> None:
         """A pass begins. `use_library` has the compiled library take part and gives its `Position`,
         or None (`TensorHooks.use_library`)."""
         self.at.event = 0
         self.deviated = False
         self._moves.begin()
         self._reader.begin()
-        self.measured = plan is None or self._kinds.measures(plan)
+        self.measured = plan is None or self._kinds.measures(plan, budget_bytes)
         self._quiet = not self.measured
         if self.measured:
             before_bytes = self._backend.peak_bytes()  # from here on

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ if not torch.cuda.is_available():
 from kilter.memory.engine import Swapper, SwapReport
 from kilter.memory.engine.cuda import Cuda, measure_link
 from kilter.memory.engine.fused import can_normalise, normalised
+from kilter.memory.engine.pass_kinds import CHECK_AFTER
 from kilter.memory.plan.problem import Link
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +86,40 @@ def test_a_link_that_is_slower_than_its_table_is_noticed() -> None:
     assert report is not None
     assert report.waited_s is not None
     assert report.hastened > 0 or any(reason.code == "slower_link" for reason in report.refused)
+    assert peak_bytes <= budget_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
+
+
+def test_what_the_program_keeps_later_is_planned_for() -> None:
+    """Copies of the weights, as of the best ones so far, long after the passes were planned."""
+
+    def run(budget_bytes: int | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(12)]
+        net = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        swapper = (
+            None if budget_bytes is None else Swapper(Cuda.open(), budget_bytes=2**50, link=PCIE)
+        )
+        copies, values = [], []
+        with swapper or nullcontext():
+            for step in range(3 * CHECK_AFTER):
+                if swapper is not None and budget_bytes is not None and step == 4:
+                    swapper.limit(budget_bytes)
+                if step == CHECK_AFTER:
+                    copies += [p.detach().clone() for p in net.parameters()]
+                if step == 3 * CHECK_AFTER - 3:
+                    torch.cuda.reset_peak_memory_stats()
+                loss = net(torch.randn(8192, 1024, device="cuda")).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                values.append(loss.detach())
+            return [*values, *net.parameters(), *copies], torch.cuda.max_memory_allocated()
+
+    plain, plain_bytes = run(None)
+    budget_bytes = int(0.7 * plain_bytes)
+    values, peak_bytes = run(budget_bytes)
     assert peak_bytes <= budget_bytes
     assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
 

@@ -95,8 +95,8 @@ class PassKind:
     """So many passes under its plan have run since it was looked whether that holds."""
     check_after: int = CHECK_AFTER
 
-    def is_to_be_checked(self) -> bool:
-        """A pass begins under its plan: whether it is to be looked if that still holds."""
+    def begins_under_plan(self) -> bool:
+        """A pass begins. Gives whether it is time to look if the plan still holds."""
         self.unchecked += 1
         if self.unchecked < self.check_after:
             return False
@@ -310,9 +310,9 @@ class PassKinds:
         """Whether the peak of the pass that begins under this plan is to be measured."""
         if planned.tuned < TUNED:
             return True
-        if not any(kind.plan is planned and kind.is_to_be_checked() for kind in self):
+        if not any(kind.plan is planned and kind.begins_under_plan() for kind in self):
             return False
-        peak_bytes = self._store.backend.peak_so_far_bytes()  # of all passes since
+        peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
         return peak_bytes is None or peak_bytes > budget_bytes
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:

@@ -23,19 +23,18 @@ def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
         node.metadata[EPS] = eps
 
 
-def _instances(kind: type) -> list[Any]:
-    """All objects of a class and of those derived from it.
+def _instances(*new: type) -> list[Any]:
+    """All objects of these classes and of those derived from them.
 
     They refer to their class. The list of all objects would hold tuples, too, that other threads
     are just filling, and to fill a tuple that somebody else holds as well is an error of the
     interpreter's (SystemError, in the other thread).
     """
     kinds: set[type] = set()
-    new = {kind}
     while new:
-        kinds |= new
+        kinds.update(new)
         below: set[type] = set().union(*(one.__subclasses__() for one in new))
-        new = below - kinds
+        new = tuple(below - kinds)
     return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
@@ -56,11 +55,7 @@ class ProgramNorms:
     def find(self) -> None:
         """Look for norms that the program has made since the last call."""
         norm = torch.nn.LayerNorm
-        for module in (
-            *_instances(norm),
-            *_instances(torch.nn.GroupNorm),
-            *_instances(torch.nn.RMSNorm),
-        ):
+        for module in _instances(norm, torch.nn.GroupNorm, torch.nn.RMSNorm):
             weight = vars(module).get("_parameters", {}).get("weight")
             if weight is not None:
                 self._by_weight[id(weight)] = weakref.ref(module)

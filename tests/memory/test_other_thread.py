@@ -1,7 +1,8 @@
-"""A program that trains in a thread of its own: when it is over, torch is as it was before."""
+"""Programs that train in threads of their own."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
@@ -61,3 +62,56 @@ def test_what_was_replaced_in_torch_is_put_back(
     assert done.stdout == "as before\n"
     report = (tmp_path / "run" / "report.json").read_text()
     assert '"memory"' in report
+
+
+TWO = """
+import threading
+import torch
+from torch import nn
+
+
+def train(net, first, then):
+    optimizer = torch.optim.AdamW(net.parameters())
+    for step in range(40):
+        first.acquire()
+        loss = net(torch.ones(64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        then.release()
+        if first is engine:
+            print(loss.item())
+
+
+torch.manual_seed(0)
+nets = [
+    nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(64, 64), nn.GELU()))) for _ in range(2)
+]
+engine, other = threading.Semaphore({ahead}), threading.Semaphore(0)
+threads = [
+    threading.Thread(target=train, args=(net, *pair))
+    for net, pair in zip(nets, ((engine, other), (other, engine)))
+]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_engine_decides_where_iterations_end_in_another_thread(
+    ahead: int, tmp_path: Path, warm: WarmPython
+) -> None:
+    """The thread with the engine is always ahead of another one that trains as well."""
+    program = tmp_path / "train.py"
+    program.write_text(TWO.format(ahead=ahead))
+    plain = warm.run([str(program)])
+    own = ("-m", "kilter.testing.stand_in", "--card", "--min-bytes", "4096", "--bytes-per-s", "3e9")
+    options = ("--memory-budget", "60%", "--out", str(tmp_path / "run"))
+    done = warm.run([*own, "run", *options, str(program)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    assert report["planned"] > 10
+    assert report["within"] is not False

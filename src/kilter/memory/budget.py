@@ -6,7 +6,6 @@ iterations without the engine, with whose time and peak every later plan is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,12 @@ from kilter.core.errors import BudgetTooSmall
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.iteration_times import IterationTimes
-from kilter.observe import optimizer_steps
 
 if TYPE_CHECKING:
     import torch
 
     from kilter.memory.engine import Swapper
     from kilter.memory.plan.problem import Link
-    from kilter.session.fence import Fence
 
 UNLIMITED = 2**60
 """No device has so many bytes."""
@@ -32,9 +29,6 @@ UNTRIED = 6
 PLAIN = 5
 """So many iterations are timed without the engine, where the budget is a share of the plain peak.
 An odd number, so that the median is one of them where some do more than others."""
-MOST_STEPS = 8 * PLAIN
-"""No more steps run without the engine than this: where several threads train, iterations may end
-in another one."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 LEAST_ROOM = 1.003
@@ -77,24 +71,15 @@ class PlainIterations:
     """
 
     def __init__(
-        self,
-        swapper: Swapper,
-        device: torch.device,
-        cuda: Any,
-        times: IterationTimes,
-        fence: Fence,
+        self, swapper: Swapper, device: torch.device, cuda: Any, times: IterationTimes
     ) -> None:
         """`cuda` is `torch.cuda` where the device is a GPU, else None."""
         self._swapper = swapper
-        self._fence = fence
         self._device = device
         self._cuda = cuda
         self._times = times
         self._left: int | None = None
         """So many are still to come; None: not begun."""
-        self._steps = 0
-        """Optimizers have made so many steps meanwhile."""
-        self._leave_steps: Callable[[], None] = lambda: None
         self.peak_bytes = 0
         """As the allocator has seen it; 0: not measured."""
 
@@ -107,7 +92,6 @@ class PlainIterations:
             if not (self._swapper.hooks.in_thread and innermost_are_ours()):
                 return True
             self._left = PLAIN
-            self._leave_steps = optimizer_steps.listen(after=self._fence(self._stepped))
             self._swapper.hooks.exit()
             if self._cuda is not None:
                 self._cuda.reset_peak_memory_stats(self._device)
@@ -120,25 +104,13 @@ class PlainIterations:
         self._left -= 1
         if self._left > 0:
             return False
-        self._over()
-        return True
-
-    def _stepped(self, *step: Any) -> None:
-        if self._swapper.hooks.in_thread:
-            self._steps += 1
-            if self._left and self._steps >= MOST_STEPS:
-                self._over()
-
-    def _over(self) -> None:
-        self._left = 0
-        self._leave_steps()
         self._swapper.hooks.step_in()
         if self._cuda is not None:
             self.peak_bytes = int(self._cuda.max_memory_allocated(self._device))
+        return True
 
     def end(self) -> None:
         """The script has ended, perhaps in the middle of them."""
-        self._leave_steps()
         if self._left and self._swapper.hooks.in_thread:
             self._swapper.hooks.step_in()
 
@@ -167,6 +139,10 @@ class JobBudget:
         self._untried = 0
         self._least_asked = False
         """Passes are planned for the least peak, since no plan keeps the budget."""
+
+    def script_ended(self) -> None:
+        """In whichever thread."""
+        self._plain.end()
 
     def settle_for_least(self, link: Link) -> None:
         """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only

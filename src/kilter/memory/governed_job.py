@@ -11,6 +11,7 @@ from kilter.memory import messages
 from kilter.memory.at_peak import JobPeak
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
 from kilter.memory.compiled import CompiledRegions
+from kilter.memory.engine_thread import EngineThread
 from kilter.memory.host_time import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.job_record import JobRecord
@@ -82,10 +83,9 @@ class GovernedJob:
             own = OwnCheckpointing(run.fence)
             ranks = RankAgreement(run.messages, run.ranks, times)
             self._choice = RecomputeChoice(swapper, times, own, self._can_record, ranks, history)
-        self._plain = PlainIterations(swapper, backend.device, cuda, times, run.fence)
-        self._budget = JobBudget(
-            asked, begin, unplanned_bytes, swapper, self._plain, dry_run=run.dry_run
-        )
+        plain = PlainIterations(swapper, backend.device, cuda, times)
+        self._budget = JobBudget(asked, begin, unplanned_bytes, swapper, plain, dry_run=run.dry_run)
+        self._thread = EngineThread(swapper.hooks, self._end_iteration)
         self._compiled = CompiledRegions(
             swapper, log, run.fence, run.log.now_s, backend.device, within_bytes=unplanned_bytes
         )
@@ -106,6 +106,7 @@ class GovernedJob:
         if self._calls:
             self._build_recorder()
         self._swapper.__enter__()
+        self._thread.begin(self._run.fence)
 
     def _build_recorder(self) -> None:
         """Before the program goes on."""
@@ -149,7 +150,8 @@ class GovernedJob:
         thread goes on in the background, nothing is removed."""
         self._peak.script_ended()
         self._compiled.close()
-        self._plain.end()
+        self._thread.end()
+        self._budget.script_ended()
         if self._choice is not None:
             self._choice.close()
         if self._building is not None:
@@ -192,6 +194,10 @@ class GovernedJob:
 
     def iteration_ended(self) -> None:
         """An iteration of the program ends here, in its thread, perhaps under modes of its own."""
+        if self._thread.has_ended_an_iteration():
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
         from kilter.memory.engine.quiet import unseen
 
         if self._swapper.captured:  # what is decided may wait for the device, which would end that

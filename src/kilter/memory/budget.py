@@ -96,22 +96,28 @@ class PlainIterations:
             if self._cuda is not None:
                 self._cuda.reset_peak_memory_stats(self._device)
             return False
-        if self._left == 0:
-            return True
         if not self._swapper.hooks.in_thread:
-            return False  # an iteration of another thread, which has no hooks to put back
-        self._times.was_plain()
-        self._left -= 1
+            return self._left == 0  # in an iteration of another thread no hooks can be put back
+        if self._left > 0:
+            self._times.was_plain()
+            self._left -= 1
+            if self._left == 0 and self._cuda is not None:
+                self.peak_bytes = int(self._cuda.max_memory_allocated(self._device))
         if self._left > 0:
             return False
-        self._swapper.hooks.step_in()
-        if self._cuda is not None:
-            self.peak_bytes = int(self._cuda.max_memory_allocated(self._device))
+        self._put_back()
         return True
 
     def end(self) -> None:
         """The script has ended, perhaps in the middle of them."""
-        if self._left and self._swapper.hooks.in_thread:
+        if self._left is not None and self._swapper.hooks.in_thread:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """By what is there, not by a note: an alarm of the program may have come in between."""
+        from kilter.memory.engine.saved_hooks import innermost_are_ours
+
+        if not innermost_are_ours():
             self._swapper.hooks.step_in()
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineThread:
-    """`ended` is called at ends that are seen as steps."""
+    """`ended` is called at each step that is taken for an end."""
 
     def __init__(self, hooks: TensorHooks, ended: Callable[[], None]) -> None:
         self._hooks = hooks

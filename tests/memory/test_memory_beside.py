@@ -96,3 +96,22 @@ def test_a_plan_that_holds_leaves_the_programs_own_peak_alone() -> None:
     training.train(8 * CHECK_AFTER, grows=False)
     assert training.swapper.report().settled
     assert training.begun[CHECK_AFTER] == training.begun[-1]
+
+
+def test_a_plan_that_held_is_made_for_as_much_less_as_is_needed() -> None:
+    """Though plans before it had to be corrected, each by more than the one before."""
+    budget_bytes = int(0.6 * SAVED_BYTES)
+    training = Training(budget_bytes)
+    kinds = training.swapper._kinds
+
+    def corrected(*step: object) -> None:
+        if training.swapper.report().planned == CHECK_AFTER // 2:
+            for kind in kinds:
+                kind.excesses = 2
+
+    training.optimizer.register_step_post_hook(corrected)
+    training.train(18 * CHECK_AFTER)
+    (kind,) = kinds
+    assert kind.plan is not None
+    assert kind.plan.peak_bytes <= budget_bytes
+    assert kind.less_bytes <= 1.1 * SAVED_BYTES // 5

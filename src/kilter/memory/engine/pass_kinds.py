@@ -310,15 +310,17 @@ class PassKinds:
         """Whether the peak of the pass that begins under this plan is to be measured."""
         if planned.tuned < TUNED:
             return True
-        if not any(kind.plan is planned and kind.begins_under_plan() for kind in self):
-            return False
-        peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
-        return peak_bytes is None or peak_bytes > budget_bytes
+        for kind in self:
+            if kind.plan is planned and kind.begins_under_plan():
+                peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
+                if peak_bytes is None or peak_bytes > budget_bytes:
+                    return True
+                kind.excesses = 0  # the plan holds
+        return False
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:
         fragments and workspace are seen by no event, nor what the program keeps beside the pass."""
-        held = planned.tuned >= TUNED and planned.peak_bytes <= budget_bytes
         planned.tuned += 1
         if peak_bytes is None:
             return
@@ -326,11 +328,7 @@ class PassKinds:
         self.peaks_bytes.append(peak_bytes)
         over_bytes = peak_bytes - budget_bytes
         for kind in self:
-            if kind.plan is not planned:
-                continue
-            if held:  # until now
-                kind.excesses = 0
-            if over_bytes > 0 and kind.excesses < MAX_EXCESSES:
+            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
                 kind.excesses += 1
                 # More each time, since another plan errs by another amount.
                 kind.less_bytes += kind.excesses * over_bytes

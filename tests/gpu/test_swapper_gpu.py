@@ -24,7 +24,7 @@ SLOW = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s
 
 
 def trained(
-    budget_bytes: int | None, link: Link, planner: str, *, count: int = 8
+    budget_bytes: int | None, link: Link, planner: str, *, count: int = 8, rows: int = 4096
 ) -> tuple[list[torch.Tensor], int, SwapReport | None]:
     """Losses and gradients of so many and two more steps of a stack of blocks, and the peak of
     the last two."""
@@ -40,7 +40,7 @@ def trained(
 
     def steps(count: int) -> None:
         for _ in range(count):
-            x = torch.randn(4096, 512, device="cuda")
+            x = torch.randn(rows, 512, device="cuda")
             with torch.autocast("cuda", torch.bfloat16):
                 loss = net(x).float().square().mean()
             loss.backward()
@@ -78,11 +78,12 @@ def test_planned_training_is_bitwise_plain_and_within_the_budget(link: Link, pla
 
 
 def test_a_link_that_is_slower_than_its_table_is_noticed() -> None:
-    """A table that promises a thousand times as much has everything swapped."""
+    """A table that promises a thousand times as much has everything swapped. The copies take longer
+    than even a slow host needs to issue the iteration."""
     dream = Link(to_host_bytes_per_s=5e13, to_device_bytes_per_s=5e13, both_bytes_per_s=9e13)
-    plain, plain_bytes, _ = trained(None, dream, "mix", count=20)
+    plain, plain_bytes, _ = trained(None, dream, "mix", count=20, rows=32768)
     budget_bytes = int(0.7 * plain_bytes)
-    values, peak_bytes, report = trained(budget_bytes, dream, "mix", count=20)
+    values, peak_bytes, report = trained(budget_bytes, dream, "mix", count=20, rows=32768)
     assert report is not None
     assert report.waited_s is not None
     assert report.hastened > 0 or any(reason.code == "slower_link" for reason in report.refused)

@@ -10,6 +10,7 @@ from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.engine.demand import MOST_SURGES
 from kilter.memory.engine.host import IDLE_PASSES, HostPool
 from kilter.memory.plan.problem import Link
 
@@ -160,3 +161,47 @@ def test_a_new_plan_takes_no_host_memory_from_passes_without_one() -> None:
     assert pool.taken_bytes >= 3 * SIZE_BYTES
     pool.rest()  # no pass has needed it for long
     assert pool.taken_bytes == 0
+
+
+class Working(Counted):
+    """Some passes need memory for their work that no offloading gives back."""
+
+    beside_bytes = 0
+
+    def peak_bytes(self) -> int:
+        return self.used_bytes() + self.beside_bytes
+
+
+def test_a_pass_that_never_fits_takes_no_room_from_others() -> None:
+    """A generator whose one operation exceeds the budget, and a critic that fits: the critic's
+    tensors stay as far as they fit, however many passes of the other have exceeded the budget."""
+    backend = Working()
+    swapper = backend.swapper = Swapper(
+        backend, budget_bytes=BUDGET_BYTES, link=LINK, min_bytes=SIZE_BYTES
+    )
+    swapper.may_plan = False
+    model, left = net(), []
+    with swapper:
+        for _ in range(12):
+            for rows, beside_bytes in ((64, 0), (80, 2 * BUDGET_BYTES)):
+                backend.begun.clear()
+                backend.beside_bytes = beside_bytes
+                trained(model, torch.randn(rows, 64))
+                left.append(sum(way == "out" for way, _ in backend.begun))
+    fits, never_fits = left[-2:]
+    assert LAYERS // 2 <= fits <= LAYERS // 2 + 3
+    assert never_fits > LAYERS // 2 + 3  # all that can leave does
+    assert swapper._demand.offload_above_bytes(BUDGET_BYTES) == 0
+
+
+def test_of_ever_new_passes_only_the_largest_surge_is_remembered() -> None:
+    demand = Swapper(CpuStandIn(), budget_bytes=BUDGET_BYTES, link=LINK)._demand
+    demand.begin(MOST_SURGES // 2)
+    demand.learn(2 * BUDGET_BYTES, BUDGET_BYTES)
+    level_bytes = demand.offload_above_bytes(BUDGET_BYTES)
+    for first in range(1, 2 * MOST_SURGES):
+        demand.begin(first)
+        demand.learn(0, BUDGET_BYTES)
+    assert len(demand._surges) <= MOST_SURGES
+    demand.begin(3 * MOST_SURGES)
+    assert demand.offload_above_bytes(BUDGET_BYTES) == level_bytes

@@ -25,6 +25,9 @@ that cannot be offloaded and have not been seen yet (the logits of a language mo
 largest)."""
 EARLY_SHARE = 1 / 16
 """Copies start this share of the budget below the level at which tensors are evicted."""
+MOST_SURGES = 256
+"""Where shapes keep changing, passes begin in ever new ways. Only the largest surge is remembered
+then."""
 
 Reference = weakref.ref[Saved]
 
@@ -34,8 +37,11 @@ class Demand:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._surge_bytes: int | None = None
-        """How far a pass went above the level; None before the first pass has ended."""
+        self._surges: dict[int, int] = {}
+        """How far passes went above the level, by their first event; at most by the budget, since
+        at a level of nothing all leaves that can."""
+        self._first = 0
+        """The first event of the present pass, or of the last one."""
         self.lent: list[Reference] = []
         """Backward has used these in a graph that it retains, and needs them again last of all. It
         is always this list."""
@@ -55,8 +61,9 @@ class Demand:
         self.refused: dict[str, Reason] = {}
         """It has the first reason of each code."""
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, first: int) -> None:
+        """A pass begins with this event."""
+        self._first = first
         self.lent.clear()
         self._resident.clear()
         self._leaving.clear()
@@ -76,8 +83,10 @@ class Demand:
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
         """A pass, or the rest of one that departed from its plan, had this peak."""
-        over_bytes = peak_bytes - self.offload_above_bytes(budget_bytes)
-        self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
+        over_bytes = min(peak_bytes - self.offload_above_bytes(budget_bytes), budget_bytes)
+        if len(self._surges) == MOST_SURGES:
+            self._surges = {0: max(self._surges.values())}
+        self._surges[self._first] = max(self._surges.get(self._first, 0), over_bytes)
 
     def saved(self, saved: Saved) -> None:
         """A tensor was saved without a plan."""
@@ -206,9 +215,12 @@ class Demand:
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """Bytes in use above which tensors are offloaded. `peak_bytes` is the peak of the first
-        pass, for the level of the next one."""
+        pass, for the level of the next one. A pass that begins as none before leaves room for the
+        largest surge of all."""
         first_bytes = int(UNSEEN_SHARE * budget_bytes)
-        surge_bytes = self._surge_bytes
+        surge_bytes = self._surges.get(self._first)
+        if surge_bytes is None:
+            surge_bytes = max(self._surges.values(), default=None)
         if surge_bytes is None and peak_bytes is not None:
             surge_bytes = peak_bytes - first_bytes
         return first_bytes if surge_bytes is None else budget_bytes - surge_bytes

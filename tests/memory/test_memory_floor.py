@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -33,6 +33,8 @@ class Weighed(CpuStandIn):
         self.swapper: Any = None
         self.floor: Any = None
         self.most_bytes = 0
+        self.step_takes: Callable[[int], float] = lambda state_bytes: 0.0
+        """A step takes so much temporary memory, given how much state it finds on the device."""
 
     def govern(self, swapper: Swapper, floor: StateAndWeightPolicy) -> None:
         self.swapper, self.floor = swapper, floor
@@ -53,6 +55,17 @@ class Weighed(CpuStandIn):
         peak_bytes, self.most_bytes = self.most_bytes, 0
         return peak_bytes
 
+    def peak_so_far_bytes(self) -> int:
+        self.used_bytes()
+        return self.most_bytes
+
+    def steps(self, *_: object) -> None:
+        """The optimizer's step begins."""
+        mover = self.floor.mover
+        state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
+        step_bytes = self.used_bytes() + int(self.step_takes(state_bytes))
+        self.most_bytes = max(self.most_bytes, step_bytes)
+
 
 def fail(where: str, error: str) -> None:
     raise AssertionError(f"{where}: {error}")
@@ -68,6 +81,7 @@ def train(
     first_batch: int = 256,
     begins_after: int = 0,
     smaller_from: int | None = None,
+    step_takes: Callable[[int], float] | None = None,
 ) -> tuple[list[bytes], StateAndWeightPolicy | None, Swapper | None]:
     """A training under a swapper and a floor, or plain. The budget may be in force only after some
     iterations, as a share is."""
@@ -100,6 +114,8 @@ def train(
             swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024
         )
         backend.govern(swapper, made)
+        backend.step_takes = step_takes or backend.step_takes
+        optimizer.register_step_pre_hook(backend.steps)
         with swapper:
             now_s = 0.0
 
@@ -210,6 +226,44 @@ def test_state_that_left_for_activations_comes_back_when_they_are_smaller(gradie
     assert made.report.offloaded_bytes == 0
     assert made.streaming.taken == 0.0
     assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
+
+
+def test_state_leaves_for_what_the_step_itself_takes() -> None:
+    """A step that updates all parameters at once (`foreach`) takes a temporary tensor for each."""
+    budget_bytes = int(1.3 * STATE_BYTES) + 3 * MIB // 2
+    values, made, swapper = train(60, budget_bytes, step_takes=lambda state: 1.2 * state)
+    assert values == plain(60)
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.offloaded_bytes > 0
+    assert swapper.report().settled
+    backend = swapper._store.backend
+    assert isinstance(backend, Weighed)
+    assert backend.most_bytes <= budget_bytes  # since the last pass that was measured
+    assert made.refused == ()
+
+
+def test_a_step_that_exceeds_the_budget_for_good_is_told() -> None:
+    """The step takes what state that leaves does not give back."""
+    values, made, _ = train(
+        60, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda _: 4 * STATE_BYTES
+    )
+    assert values == plain(60)
+    assert made is not None
+    assert made.settled
+    assert [reason.code for reason in made.refused] == ["weights_kept", "step_exceeds"]
+
+
+def test_state_stays_where_the_step_fits() -> None:
+    values, made, _ = train(
+        30, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda state: 0.3 * state
+    )
+    assert values == plain(30)
+    assert made is not None
+    assert made.settled
+    assert made.report is None
 
 
 def test_a_budget_that_does_not_bind_changes_nothing() -> None:

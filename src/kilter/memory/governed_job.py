@@ -229,10 +229,7 @@ class GovernedJob:
         policy, budget_bytes = self._policy, self._budget.in_force.size_bytes
         if policy is not None and budget_bytes is not None:
             policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
-            if policy.streaming.taken_back is not None:
-                self._log.refuse_new((policy.streaming.taken_back,))
-            if policy.weights.kept:
-                self._log.refuse_new((messages.WEIGHTS_KEPT,))
+            self._log.refuse_new(policy.refused)
         if policy is None or policy.settled:
             self._budget.settle_for_least(self._link)
 

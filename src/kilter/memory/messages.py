@@ -272,6 +272,16 @@ def streaming_slower(with_s: float, without_s: float) -> Reason:
     )
 
 
+def step_exceeds(size_bytes: int) -> Reason:
+    """So far above the budget memory is in use after backward."""
+    return Reason(
+        "step_exceeds",
+        "optimizer state",
+        f"after backward, as in the optimizer's step, {show_bytes(size_bytes)} more than the "
+        "budget are in use; an optimizer made with fused=True or foreach=False takes less there",
+    )
+
+
 # Weights
 
 

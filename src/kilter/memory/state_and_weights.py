@@ -4,7 +4,7 @@ Gradients come first: they are consumed as they arrive, where nothing forbids it
 not asked for that (`consume`), they are watched only if no plan for activations alone meets the
 budget. Then it is decided once how much optimizer state streams: so much that activations and state
 together cost the least time (`memory/plan/state.py`), or, where gradients are kept, as much as is
-missing for the budget.
+missing for the budget, in forward and backward or in the optimizer's step.
 
 Where all of that is not enough and the user has allowed it, weights are offloaded between their use
 in forward and in backward: as much as is missing.
@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB, show_bytes
+from kilter.memory import messages
 from kilter.memory.first_step import FirstStep
 from kilter.memory.state_room import SLACK, StateRoom
 from kilter.memory.state_streaming import StateStreaming
@@ -110,11 +112,23 @@ class StateAndWeightPolicy:
             if self._smaller and mover is not None and self._swapper.planned and report.settled:
                 self._fetch_what_fits(mover, report, budget_bytes)
             return
+        self._room.look(self._swapper.beside_peak_bytes, budget_bytes)
         self.streaming.iteration_ended(now_s, counts=self._swapper.planned and report.settled)
         if mover is not None:
             self._decide(mover, report, budget_bytes)
         elif not self._make_way(report):
             self._consider(report, budget_bytes)
+
+    @property
+    def refused(self) -> tuple[Reason, ...]:
+        """What does not make the room that it was to make, and why."""
+        over_bytes = self._room.over_bytes if self.settled else 0
+        found = (
+            self.streaming.taken_back,
+            messages.WEIGHTS_KEPT if self.weights.kept else None,
+            messages.step_exceeds(over_bytes) if over_bytes else None,
+        )
+        return tuple(reason for reason in found if reason is not None)
 
     def activations_are_smaller(self) -> None:
         """From now on, since they are recomputed in another way: state that left for them comes
@@ -156,7 +170,9 @@ class StateAndWeightPolicy:
         if choice and self.streaming.choose(mover, record, problem):
             self._iteration_ends = 0
             return
-        missing_bytes = problem.floor_bytes - problem.budget_bytes
+        if self._room.over_bytes is None and patient:
+            return
+        missing_bytes = self._room.missing_bytes(problem)
         guessed = self._room.guessed and not self.streaming.chosen
         fits = missing_bytes <= 0 and not guessed
         if not fits and self._room.give(mover, self.report, missing_bytes):
@@ -185,7 +201,8 @@ class StateAndWeightPolicy:
         """Whether to look at gradients and state at all."""
         asked = self._gradients == "consume"  # else they are touched only where that is needed
         if report.plans:
-            if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
+            costs = any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans)
+            if (asked and costs) or (report.settled and self._room.over_bytes):
                 self._open()
             self.settled = report.settled and self.mover is None
         elif asked and report.spilled:

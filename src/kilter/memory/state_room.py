@@ -1,4 +1,9 @@
-"""How much device memory optimizer state has: as much as is missing for the budget leaves."""
+"""How much device memory optimizer state has: as much as is missing for the budget leaves.
+
+It may be missing in forward and backward, or after them: an optimizer's step that updates all
+parameters at once takes temporary memory for each. State that leaves is updated in buckets, which
+take hardly any.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kilter.memory.engine.state import StateMover, StateReport
+    from kilter.memory.plan.problem import Problem
 
 SLACK = 0.1
 """More is offloaded than is missing, by this share of it: buckets of state, and weights, are
@@ -23,6 +29,19 @@ class StateRoom:
         """Room was given so many times."""
         self.guessed = False
         """The present room was set before anything was known."""
+        self.over_bytes: int | None = 0
+        """So far above the budget memory was last seen to be in use after backward; None: room was
+        given for that, and it has not been measured since."""
+
+    def look(self, beside_peak_bytes: int | None, budget_bytes: int) -> None:
+        """An iteration has ended in which so much was in use after backward; None: not measured."""
+        if beside_peak_bytes is not None:
+            self.over_bytes = max(0, beside_peak_bytes - budget_bytes)
+
+    def missing_bytes(self, problem: Problem) -> int:
+        """So much is missing for the budget, in this pass or after it; less than 0: left."""
+        in_pass_bytes = problem.floor_bytes - problem.budget_bytes
+        return max(in_pass_bytes, self.over_bytes) if self.over_bytes else in_pass_bytes
 
     def give(self, mover: StateMover, report: StateReport, missing_bytes: int) -> bool:
         """Offload as much state as is missing, or fetch what there is room for. `False` where that
@@ -36,5 +55,7 @@ class StateRoom:
         if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
             return False
         self._given += 1
+        if self.over_bytes:
+            self.over_bytes = None
         mover.make_room(room_bytes)
         return True

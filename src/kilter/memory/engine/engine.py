@@ -192,6 +192,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self._watch is not None
 
     @property
+    def beside_peak_bytes(self) -> int | None:
+        """At an iteration end: the most in use since backward needed its last tensor, as in the
+        optimizer's step; None unless the last pass was measured, and ran under its plan."""
+        planned = self._planned
+        if planned.plan is None or not planned.measured or planned.deviated:
+            return None
+        return self._store.backend.peak_so_far_bytes()
+
+    @property
     def event(self) -> int | None:
         """Operation of the present pass that is being issued, where that is known."""
         if self._planned.plan is not None:
@@ -418,7 +427,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """The first event of a pass is this one, on this stream."""
         store, planned = self._store, self._planned
         self._open, self._boundary = True, False
-        self._demand.begin()
+        self._demand.begin(first)
         within = store.begin(stream, self._pass_is_over)
         candidate, watched, plan = self._next.begin(
             first,

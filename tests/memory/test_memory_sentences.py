@@ -67,3 +67,30 @@ def test_a_job_that_fits_moves_nothing(warm: WarmPython, tmp_path: Path) -> None
     said, moved, _ = ran(warm, tmp_path, "100MiB", "4096 * (1 + step % 2)")
     assert moved.out_bytes == moved.in_bytes == moved.recomputed == moved.consumed == 0
     assert f"the job fits: peak {show_bytes(18 * MIB)} within 100.0 MiB, nothing was moved" in said
+
+
+@pytest.mark.parametrize("first", [0, 14])
+def test_a_kind_of_pass_that_cannot_fit_is_told_beside_one_that_does(
+    warm: WarmPython, tmp_path: Path, first: int
+) -> None:
+    """It is planned for the least that is possible, the other for the budget, whichever comes
+    first."""
+    rows = f"4096 * (1 + 7 * (step % 2) * (step >= {first}))"
+    said, moved, plans = ran(warm, tmp_path, "7MiB", rows, 44)
+    large, small = sorted((plans[n] for n in moved.in_force), key=lambda p: -p.peak_bytes)
+    assert small.peak_bytes <= 7 * MIB < small.peak_before_bytes
+    assert moved.peak_bytes is not None
+    assert moved.least_bytes is not None
+    assert 7 * MIB < moved.least_bytes <= large.peak_bytes <= moved.peak_bytes
+    assert moved.peak_bytes < large.peak_before_bytes // 2
+    assert f"7.0 MiB cannot be met, {show_bytes(moved.least_bytes)} is the least" in said
+    assert "OVER" not in said
+
+
+def test_a_pass_that_never_came_again_does_not_raise_the_least(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    said, moved, _ = ran(warm, tmp_path, "7MiB", "40960 if step == 5 else 4096")
+    assert moved.least_bytes is not None
+    assert moved.least_bytes <= 7 * MIB
+    assert "cannot be met" not in said

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kilter.core.errors import BudgetTooSmall
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.iteration_times import IterationTimes
@@ -31,9 +30,6 @@ PLAIN = 5
 An odd number, so that the median is one of them where some do more than others."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
-LEAST_ROOM = 1.003
-"""Where no plan keeps the budget, one is made for this many times the least possible peak: a plan
-leaves 1/512 of its budget to rounded allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,32 +139,28 @@ class JobBudget:
         self._share_of_bytes: int | None = None
         """The budget is a share of this plain peak."""
         self._untried = 0
-        self._least_asked = False
-        """Passes are planned for the least peak, since no plan keeps the budget."""
 
     def script_ended(self) -> None:
         """In whichever thread."""
         self._plain.end()
 
-    def settle_for_least(self, link: Link) -> None:
+    def settle_for_least(self) -> None:
         """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only
-        to be called once nothing else can make room. Passes that never came again do not count:
-        one in which tensors were offloaded on demand may differ from all others."""
-        report = self._swapper.report()
-        refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
-        size_bytes = self.in_force.size_bytes
-        if self._least_asked or self._dry_run or report.plans or not refused or size_bytes is None:
-            return
+        to be called once nothing else can make room."""
+        if self.in_force.size_bytes is not None and not self._dry_run:
+            self._swapper.settle_for_least()
+
+    def least_bytes(self, link: Link, size_bytes: int) -> int | None:
+        """The least peak that any schedule reaches, of all kinds of passes that came again; of all
+        that are known if none did. None: none is known. (A pass that never came again may be one in
+        which tensors were offloaded on demand, which differs from all others.)"""
         records = self._swapper.records()
         repeated = [record for record in records if record.passes >= SEEN_PASSES]
         floors = []
         for record in repeated or records:
             problem, _ = record.problem(link=link, budget_bytes=size_bytes, min_bytes=MIB)
             floors.append(record.as_it_runs(problem, MIB).floor_bytes)
-        if not floors:  # the kinds of passes that were refused are forgotten, none is recorded yet
-            return
-        self._least_asked = True
-        self._swapper.limit(int(LEAST_ROOM * max(floors)))
+        return max(floors, default=None)
 
     def iteration_ended(self) -> None:
         """Take the share once the plain peak is known, and again for a larger one."""

@@ -195,8 +195,8 @@ class JobRecord:
             self._log.refuse_new((messages.of_error(error),))
 
     def _bounds(self) -> tuple[int | None, float | None]:
-        """For the largest pass that was planned, or seen: the smallest peak, and the time that no
-        schedule beats."""
+        """The smallest peak of all kinds of passes; and, for the largest pass that was planned, or
+        seen, the time that no schedule beats."""
         planned = max(self._swapper.plans(), key=lambda p: p[1].peak_before_bytes, default=None)
         record = self._swapper.largest_pass() if planned is None else planned[0]
         budget_bytes = self._budget.in_force.size_bytes
@@ -215,4 +215,4 @@ class JobRecord:
             # Where times have changed since, it is the bound of another plan.
             retimed = bound_s > (1 + BOUND_ROUNDING) * iteration_s
             bound_s = None if retimed else min(bound_s, iteration_s)
-        return record.as_it_runs(problem, MIB).floor_bytes, bound_s
+        return self._budget.least_bytes(self._link, budget_bytes), bound_s

@@ -72,12 +72,15 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def feasible(self) -> bool | None:
-        """There is a plan within the budget; None: none was asked for, or it is not known."""
-        if self.in_force:
-            return all(map(self.fits, self.in_force))
+        """There is a plan within the budget; None: none was asked for, or it is not known. Where
+        the budget was exceeded, a kind of pass without a plan may be the reason."""
         least_bytes, budget_bytes = self.record.least_bytes, self.record.budget_bytes
-        unreached = least_bytes is not None and budget_bytes is not None
-        return False if unreached and least_bytes > budget_bytes else None  # type: ignore[operator]
+        known = least_bytes is not None and budget_bytes is not None
+        unreached = known and least_bytes > budget_bytes  # type: ignore[operator]
+        if self.in_force:
+            exceeded = unreached and self.within is False
+            return all(map(self.fits, self.in_force)) and not exceeded
+        return False if unreached else None
 
     def fits(self, plan: Fitted) -> bool:
         """Where no plan keeps the budget, the best one is made for more than that. (What a plan

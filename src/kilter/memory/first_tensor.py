@@ -36,6 +36,8 @@ class FirstTensor:
         self._hooks: dict[int, Any] = {}
         """Each thread has a waiting hook of its own."""
         self._ended = False
+        self._begun = threading.Lock()
+        """Taken for good by the thread that calls `met`, which takes a while: two may train."""
         self._end_around: Callable[[], None] = lambda: None
         self.torch: Any = None
         """It is None as long as the program has not imported it."""
@@ -85,7 +87,8 @@ class FirstTensor:
         def pack(tensor: Any) -> Any:
             waiting = not self._ended and threading.get_ident() in self._hooks
             # Backward undoes in its end what happens to the hooks of a thread within it.
-            if waiting and not in_backward() and self._governs(tensor):
+            first = waiting and not in_backward() and self._governs(tensor)
+            if first and self._begun.acquire(blocking=False):
                 unseen(lambda: self._fence(self._met)(tensor))
             return kept(tensor)
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kilter.core.units import MIB
+from kilter.memory import messages
 from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.governed_optimizer import GovernedOptimizer
 from kilter.memory.plan.problem import H200_PCIE5, Problem
 from kilter.memory.plan.state import Bucket, StatePlan, stream
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
@@ -254,6 +256,17 @@ def test_a_step_that_exceeds_the_budget_for_good_is_told() -> None:
     assert made is not None
     assert made.settled
     assert [reason.code for reason in made.refused] == ["weights_kept", "step_exceeds"]
+
+
+def test_a_step_is_told_of_where_no_state_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GovernedOptimizer, "unfit", lambda *_: messages.DIFFERENTIABLE)
+    values, made, _ = train(
+        60, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda state: 1.2 * state
+    )
+    assert values == plain(60)
+    assert made is not None
+    assert made.settled
+    assert "step_exceeds" in [reason.code for reason in made.refused]
 
 
 def test_state_stays_where_the_step_fits() -> None:

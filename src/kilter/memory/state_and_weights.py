@@ -122,11 +122,12 @@ class StateAndWeightPolicy:
     @property
     def refused(self) -> tuple[Reason, ...]:
         """What does not make the room that it was to make, and why."""
-        over_bytes = self._room.over_bytes if self.settled else 0
+        over_bytes = self._room.over_bytes
+        exceeds = self.settled and over_bytes > 0
         found = (
             self.streaming.taken_back,
             messages.WEIGHTS_KEPT if self.weights.kept else None,
-            messages.step_exceeds(over_bytes) if over_bytes else None,
+            messages.step_exceeds(over_bytes) if exceeds else None,
         )
         return tuple(reason for reason in found if reason is not None)
 
@@ -170,7 +171,7 @@ class StateAndWeightPolicy:
         if choice and self.streaming.choose(mover, record, problem):
             self._iteration_ends = 0
             return
-        if self._room.over_bytes is None and patient:
+        if self._room.unmeasured and patient:
             return
         missing_bytes = self._room.missing_bytes(problem)
         guessed = self._room.guessed and not self.streaming.chosen

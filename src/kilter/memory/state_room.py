@@ -29,19 +29,22 @@ class StateRoom:
         """Room was given so many times."""
         self.guessed = False
         """The present room was set before anything was known."""
-        self.over_bytes: int | None = 0
-        """So far above the budget memory was last seen to be in use after backward; None: room was
-        given for that, and it has not been measured since."""
+        self.over_bytes = 0
+        """So far above the budget memory was last seen to be in use after backward."""
+        self.unmeasured = False
+        """Room was given for that, and it has not been measured since."""
 
     def look(self, beside_peak_bytes: int | None, budget_bytes: int) -> None:
         """An iteration has ended in which so much was in use after backward; None: not measured."""
         if beside_peak_bytes is not None:
             self.over_bytes = max(0, beside_peak_bytes - budget_bytes)
+            self.unmeasured = False
 
     def missing_bytes(self, problem: Problem) -> int:
         """So much is missing for the budget, in this pass or after it; less than 0: left."""
         in_pass_bytes = problem.floor_bytes - problem.budget_bytes
-        return max(in_pass_bytes, self.over_bytes) if self.over_bytes else in_pass_bytes
+        known = self.over_bytes and not self.unmeasured
+        return max(in_pass_bytes, self.over_bytes) if known else in_pass_bytes
 
     def give(self, mover: StateMover, report: StateReport, missing_bytes: int) -> bool:
         """Offload as much state as is missing, or fetch what there is room for. `False` where that
@@ -55,7 +58,6 @@ class StateRoom:
         if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
             return False
         self._given += 1
-        if self.over_bytes:
-            self.over_bytes = None
+        self.unmeasured = self.over_bytes > 0
         mover.make_room(room_bytes)
         return True

@@ -227,6 +227,7 @@ RECORDS = st.fixed_dictionaries(
         "plain_peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
         "peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
         "least_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+        "highest_bytes": st.integers(0, 60).map(lambda n: n * GIB),
         "applied": st.booleans(),
         "recomputed": st.sampled_from((0, 0, 5)),
         "out_bytes": st.sampled_from((0, 0, 3 * GIB)),
@@ -271,6 +272,9 @@ def test_each_sentence_agrees_with_the_record(
     if " -> " in headline(memory):
         over = memory.within is False
         assert ("OVER the budget" in headline(memory)) is over
+    if "outside of forward and backward" in said:
+        record = memory.record
+        assert 0 < record.highest_bytes <= (record.budget_bytes or 0) < (record.peak_bytes or 0)
     if "cannot be met" in said:
         assert memory.feasible is False
     if "the best plan takes" in said:
@@ -365,7 +369,7 @@ def counts(match: re.Match[str], found: Json) -> bool:
 
 LABELLED = r" \[(?:measured|simulated)\]"
 PERCENT = r"[+-]?[\d.]+ %"
-OVER = rf"(?:, ({SIZE}) OVER the budget of ({SIZE}))?"
+OVER = rf"(?:, ({SIZE}) OVER the budget of ({SIZE})(?:, outside of forward and backward)?)?"
 CHANGE = (
     rf"(?:, iteration {PERCENT}(?: under a plan, {PERCENT} of iterations without one"
     rf"| without a plan \({PERCENT} of all\), {PERCENT} under one)?)?"
@@ -459,6 +463,9 @@ def test_a_peak_above_the_budget_is_not_hidden() -> None:
     memory = changed({"peak_bytes": 31 * GIB})
     assert memory.within is False
     assert "-> 31.0 GiB, 1.0 GiB OVER the budget of 30.0 GiB" in headline(memory)
+    assert "outside" not in headline(memory)
+    beside = changed({"peak_bytes": 31 * GIB, "highest_bytes": 29 * GIB})
+    assert "OVER the budget of 30.0 GiB, outside of forward and backward" in headline(beside)
 
 
 def test_iterations_without_a_plan_are_not_hidden_behind_those_with_one() -> None:
@@ -764,5 +771,6 @@ def test_an_older_run_opens_and_its_report_has_the_keys_of_before(tmp_path: Path
         *("hastened", "remade", "out_bytes", "in_bytes", "consumed", "state", "plans"),
         *("in_force", "ranks", "compiled", "recompute_choice", "own_checkpointing", "at_peak"),
         *("planned_iterations", "other_iterations", "other_iteration_s", "iteration_passes"),
+        "highest_bytes",
     }
     assert found["refused"][0]["code"] is None

@@ -50,6 +50,8 @@ class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     most_bytes: int = 0
     """The largest measured peak since the budget is in force, before there were plans as well; 0:
     not measured."""
+    highest_bytes: int = 0
+    """The largest measured peak of passes as they run now; 0: not measured."""
     waited_s: float | None = None
     """The device stood still for copies so long in a pass under a plan, when that was timed last;
     None: never, or the backend cannot tell."""
@@ -75,7 +77,8 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     plain_peak_seen: bool
     """The program really reached it; False: something was offloaded, and is counted in."""
     peak_bytes: int | None
-    """It is the largest measured one of passes of all kinds, each as it runs now."""
+    """It is the largest measured one of passes of all kinds, each as it runs now, and of what comes
+    between them."""
     least_bytes: int | None
     """It is the smallest peak that any plan reaches."""
     plain_iteration_s: float | None

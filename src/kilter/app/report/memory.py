@@ -297,6 +297,8 @@ def result(memory: MemoryReport) -> Finding:
         assert record.peak_bytes is not None
         over_bytes = record.peak_bytes - record.budget_bytes
         over = f", {show_bytes(over_bytes)} OVER the budget of {budget}"
+        if 0 < record.highest_bytes <= record.budget_bytes:
+            over += ", outside of forward and backward"
     if memory.feasible is None:
         own = "the model's own checkpointing is on" if record.own_checkpointing else ""
         moved = (own or memory.moved) if record.applied else ""

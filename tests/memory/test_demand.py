@@ -94,7 +94,7 @@ def run(
         backend, budget_bytes=BUDGET_BYTES, link=LINK, min_bytes=SIZE_BYTES
     )
     swapper.may_plan = False
-    swapper._demand.learn(0, BUDGET_BYTES)  # nothing goes above the level
+    swapper._demand._surges[0] = 0  # nothing goes above the level
     with swapper:
         for i in range(passes):
             x = torch.randn(64, 64, generator=torch.Generator().manual_seed(i))
@@ -194,6 +194,26 @@ def test_a_pass_that_never_fits_takes_no_room_from_others() -> None:
     assert swapper._demand.offload_above_bytes(BUDGET_BYTES) == 0
 
 
+def test_the_first_pass_under_a_budget_leaves_room_for_what_it_was_not_seen_to_need() -> None:
+    """Passes that were watched before the budget was known have reached no level."""
+    backend = Working()
+    backend.beside_bytes = BUDGET_BYTES // 4
+    swapper = backend.swapper = Swapper(
+        backend, budget_bytes=2**40, link=LINK, min_bytes=SIZE_BYTES
+    )
+    swapper.may_plan = False
+    model = net()
+    with swapper:
+        for _ in range(3):
+            trained(model, torch.randn(64, 64))
+        swapper.limit(BUDGET_BYTES)
+        swapper.may_plan = False
+        backend.most_bytes = 0
+        trained(model, torch.randn(64, 64))
+    assert 0 < backend.most_bytes <= BUDGET_BYTES - backend.beside_bytes
+    assert swapper.report().spilled
+
+
 def test_of_ever_new_passes_only_the_largest_surge_is_remembered() -> None:
     demand = Swapper(CpuStandIn(), budget_bytes=BUDGET_BYTES, link=LINK)._demand
     demand.begin(MOST_SURGES // 2)
@@ -201,7 +221,7 @@ def test_of_ever_new_passes_only_the_largest_surge_is_remembered() -> None:
     level_bytes = demand.offload_above_bytes(BUDGET_BYTES)
     for first in range(1, 2 * MOST_SURGES):
         demand.begin(first)
-        demand.learn(0, BUDGET_BYTES)
+        demand.learn(BUDGET_BYTES, BUDGET_BYTES)
     assert len(demand._surges) <= MOST_SURGES
     demand.begin(3 * MOST_SURGES)
     assert demand.offload_above_bytes(BUDGET_BYTES) == level_bytes

@@ -82,8 +82,11 @@ class Demand:
                 self._resident.append(saved.itself)
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A pass, or the rest of one that departed from its plan, had this peak."""
+        """A pass, or the rest of one that departed from its plan, had this peak. One that did not
+        reach the level has not shown how far it would go above it."""
         over_bytes = min(peak_bytes - self.offload_above_bytes(budget_bytes), budget_bytes)
+        if over_bytes <= 0:
+            return
         if len(self._surges) == MOST_SURGES:
             self._surges = {0: max(self._surges.values())}
         self._surges[self._first] = max(self._surges.get(self._first, 0), over_bytes)

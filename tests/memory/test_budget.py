@@ -1,42 +1,66 @@
-"""What is the least that a job's passes can take, where no plan keeps the budget."""
+"""When a share becomes a number, and what is done where no plan keeps the budget."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+from kilter.core.errors import BudgetTooSmall
 from kilter.core.plan import MemoryBudget
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory.budget import BudgetInForce, JobBudget
 
 
-def least_of(*seen: tuple[int, int]) -> int | None:
-    """Of kinds of passes with these least peaks, that came so often."""
+class Swapper:
+    """What a budget asks of the engine."""
 
-    def record(floor_bytes: int, passes: int) -> Any:
-        problem = SimpleNamespace(floor_bytes=floor_bytes)
-        return SimpleNamespace(
-            problem=lambda **_: (problem, ()), as_it_runs=lambda *_: problem, passes=passes
-        )
+    def __init__(self) -> None:
+        self.floors: list[int] = []
+        self.passes: list[int] = []
+        self.limits: list[int] = []
 
-    swapper: Any = SimpleNamespace(records=lambda: [record(*each) for each in seen])
-    begin, nothing = BudgetInForce(size_bytes=MIB, words=""), SimpleNamespace()
-    plain: Any = nothing
-    link: Any = nothing
-    budget = JobBudget(MemoryBudget(size_bytes=MIB), begin, 8 * MIB, swapper, plain, dry_run=False)
-    return budget.least_bytes(link, MIB)
+    def report(self) -> Any:
+        return SimpleNamespace(plans=0, refused=(Reason(BudgetTooSmall.code, "", "too small"),))
+
+    def records(self) -> list[Any]:
+        def record(floor: int, passes: int) -> Any:
+            problem = SimpleNamespace(floor_bytes=floor)
+            return SimpleNamespace(
+                problem=lambda **_: (problem, ()), as_it_runs=lambda *_: problem, passes=passes
+            )
+
+        return [record(*each) for each in zip(self.floors, self.passes, strict=True)]
+
+    def limit(self, size_bytes: int) -> None:
+        self.limits.append(size_bytes)
 
 
-def test_the_least_is_that_of_the_largest_kind_of_pass() -> None:
-    assert least_of((2 * MIB, 1), (3 * MIB, 1)) == 3 * MIB
-    assert least_of((2 * MIB, 4), (3 * MIB, 2)) == 3 * MIB
+def budget_of(swapper: Any) -> JobBudget:
+    begin = BudgetInForce(size_bytes=MIB, words="")
+    plain: Any = SimpleNamespace()
+    return JobBudget(MemoryBudget(size_bytes=MIB), begin, 8 * MIB, swapper, plain, dry_run=False)
 
 
-def test_nothing_is_known_of_kinds_that_are_forgotten() -> None:
-    """Those that were refused may be, by the end (random program 3141)."""
-    assert least_of() is None
+def test_the_least_is_asked_for_once_a_pass_is_recorded() -> None:
+    """Kinds of passes that were refused may be forgotten by then (random program 3141)."""
+    swapper = Swapper()
+    budget = budget_of(swapper)
+    link: Any = None
+    budget.settle_for_least(link)
+    assert swapper.limits == []
+    swapper.floors, swapper.passes = [2 * MIB, 3 * MIB], [1, 1]
+    budget.settle_for_least(link)
+    budget.settle_for_least(link)
+    [limit] = swapper.limits
+    assert 3 * MIB <= limit < 4 * MIB
 
 
 def test_a_pass_that_never_came_again_does_not_raise_the_least() -> None:
     """Such as the one in which tensors were offloaded on demand."""
-    assert least_of((2 * MIB, 4), (3 * MIB, 1)) == 2 * MIB
+    swapper = Swapper()
+    swapper.floors, swapper.passes = [2 * MIB, 3 * MIB], [4, 1]
+    link: Any = None
+    budget_of(swapper).settle_for_least(link)
+    [limit] = swapper.limits
+    assert 2 * MIB <= limit < 3 * MIB

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.errors import BudgetTooSmall
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.iteration_times import IterationTimes
@@ -30,6 +31,9 @@ PLAIN = 5
 An odd number, so that the median is one of them where some do more than others."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
+LEAST_ROOM = 1.003
+"""Where no plan keeps the budget, one is made for this many times the least possible peak: a plan
+leaves 1/512 of its budget to rounded allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +143,27 @@ class JobBudget:
         self._share_of_bytes: int | None = None
         """The budget is a share of this plain peak."""
         self._untried = 0
+        self._least_asked = False
+        """Passes are planned for the least peak, since no plan keeps the budget."""
 
     def script_ended(self) -> None:
         """In whichever thread."""
         self._plain.end()
 
-    def settle_for_least(self) -> None:
+    def settle_for_least(self, link: Link) -> None:
         """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only
-        to be called once nothing else can make room."""
-        if self.in_force.size_bytes is not None and not self._dry_run:
-            self._swapper.settle_for_least()
+        to be called once nothing else can make room. Where some kind of pass has a plan, the others
+        are offloaded on demand, which may take less than a plan of theirs."""
+        report = self._swapper.report()
+        refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
+        size_bytes = self.in_force.size_bytes
+        if self._least_asked or self._dry_run or report.plans or not refused or size_bytes is None:
+            return
+        least_bytes = self.least_bytes(link, size_bytes)
+        if least_bytes is None:  # the kinds that were refused are forgotten, none is recorded yet
+            return
+        self._least_asked = True
+        self._swapper.limit(int(LEAST_ROOM * least_bytes))
 
     def least_bytes(self, link: Link, size_bytes: int) -> int | None:
         """The least peak that any schedule reaches, of all kinds of passes that came again; of all

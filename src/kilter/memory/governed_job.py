@@ -231,7 +231,7 @@ class GovernedJob:
             policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
             self._log.refuse_new(policy.refused)
         if policy is None or policy.settled:
-            self._budget.settle_for_least()
+            self._budget.settle_for_least(self._link)
 
     def _changing(self, report: SwapReport) -> bool:
         """Shapes keep changing under a budget, most iterations have no plan, and nothing else is

@@ -75,12 +75,12 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         """There is a plan within the budget; None: none was asked for, or it is not known. Where
         the budget was exceeded, a kind of pass without a plan may be the reason."""
         least_bytes, budget_bytes = self.record.least_bytes, self.record.budget_bytes
-        known = least_bytes is not None and budget_bytes is not None
-        unreached = known and least_bytes > budget_bytes  # type: ignore[operator]
-        if self.in_force:
-            exceeded = unreached and self.within is False
-            return all(map(self.fits, self.in_force)) and not exceeded
-        return False if unreached else None
+        unreached = bool(least_bytes and budget_bytes and least_bytes > budget_bytes)
+        if not self.in_force:
+            return False if unreached else None
+        # Below the least of a kind without a plan, the excess is of another one.
+        exceeded = self.within is False and (self.record.peak_bytes or 0) >= (least_bytes or 0)
+        return all(map(self.fits, self.in_force)) and not (unreached and exceeded)
 
     def fits(self, plan: Fitted) -> bool:
         """Where no plan keeps the budget, the best one is made for more than that. (What a plan

@@ -252,10 +252,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.budget_bytes, self.may_plan = budget_bytes, True
         self._kinds.outdate()
 
-    def settle_for_least(self) -> None:
-        """Nothing else makes room: plan for the least peak where no plan keeps the budget."""
-        self._kinds.settle_for_least()
-
     def records(self) -> tuple[PassRecord, ...]:
         """What was observed, one record for each kind of pass."""
         return tuple(kind.record for kind in self._kinds)

@@ -13,7 +13,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from kilter.core.errors import BudgetTooSmall, PlanError
+from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
@@ -51,9 +51,6 @@ MAX_ANSWERS = 8
 """At most so many plans of one kind are made because its passes waited for copies."""
 ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
-LEAST_ROOM = 1.003
-"""Where no plan keeps the budget, one is made for this many times the least possible peak: a plan
-leaves 1/512 of its budget to rounded allocations."""
 MAX_EXCESSES = 4
 """At most so many plans of one kind are replaced because their measured peak was above the
 budget."""
@@ -86,10 +83,6 @@ class PassKind:
     weighed: bool = False
     """Its levels were measured after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
-    too_small: bool = False
-    """It has no plan since none keeps the budget."""
-    least: bool = False
-    """Then it is planned for the least peak that any schedule reaches."""
     less_bytes: int = 0
     """So much was taken off the budget because passes under a plan measured more than predicted."""
     slow: tuple[float, float] = (1.0, 1.0)
@@ -199,8 +192,7 @@ class PassKinds:
         for kind in self:
             if kind.plan is not None:
                 self._settled_in(kind.plan)  # the arena may have grown meanwhile
-                planned_bytes = kind.plan.problem.budget_bytes
-                kind.outdated |= not kind.least and planned_bytes != kind.may_use(budget_bytes)
+                kind.outdated |= kind.plan.problem.budget_bytes != kind.may_use(budget_bytes)
         return before
 
     def weigh_anew(self, state: Visits | None) -> None:
@@ -336,9 +328,7 @@ class PassKinds:
         self.peaks_bytes.append(peak_bytes)
         over_bytes = peak_bytes - budget_bytes
         for kind in self:
-            if kind.plan is not planned or kind.least:
-                continue
-            if over_bytes > 0 and kind.excesses < MAX_EXCESSES:
+            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
                 kind.excesses += 1
                 # More each time, since another plan errs by another amount.
                 kind.less_bytes += kind.excesses * over_bytes
@@ -365,14 +355,7 @@ class PassKinds:
         self.unplanned_peak_bytes = self.most_bytes = 0
         for kind in self:
             kind.outdated = kind.plan is not None
-            kind.hopeless = kind.too_small = kind.least = False
-
-    def settle_for_least(self) -> None:
-        """Nothing else makes room: kinds of passes whose plans do not keep the budget are planned
-        for the least peak that any schedule reaches."""
-        for kind in self:
-            if kind.too_small and not kind.least:
-                kind.least, kind.hopeless, kind.less_bytes = True, False, 0
+            kind.hopeless = False
 
     def listens(self, planned: Ready) -> bool:
         """Whether waiting for copies is to be timed in the pass that begins."""
@@ -446,15 +429,12 @@ class PassKinds:
             self.refused[messages.UNNEEDED] = None
             kind.plan, kind.hopeless = None, True
             return
-        if kind.least:
-            budget_bytes = max(budget_bytes, int(LEAST_ROOM * problem.floor_bytes))
         in_use = self._store.counts.alive > 0
         for room in (lambda: None, lambda: self._arena.room_bytes(in_use=in_use), lambda: 0):
             try:
                 kind.plan = self._ready(kind, budget_bytes, room())
             except (PlanError, HostMemoryError) as error:
                 self.refused[messages.of_error(error)] = None
-                kind.too_small |= isinstance(error, BudgetTooSmall) and kind.plan is None
                 continue
             self.unplanned_peak_bytes = 0
             return

@@ -247,6 +247,21 @@ def test_state_leaves_for_what_the_step_itself_takes() -> None:
     assert made.refused == ()
 
 
+def test_state_that_left_for_the_step_does_not_come_back_for_smaller_passes() -> None:
+    budget_bytes = int(1.3 * STATE_BYTES) + 3 * MIB // 2
+    values, made, swapper = train(
+        80, budget_bytes, smaller_from=40, step_takes=lambda state: 1.2 * state
+    )
+    assert values == train(80, smaller_from=40)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.report is not None
+    assert made.report.offloaded_bytes > 0
+    backend = swapper._store.backend
+    assert isinstance(backend, Weighed)
+    assert backend.most_bytes <= budget_bytes
+
+
 def test_a_step_that_exceeds_the_budget_for_good_is_told() -> None:
     """The step takes what state that leaves does not give back."""
     values, made, _ = train(

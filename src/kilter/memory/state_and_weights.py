@@ -138,6 +138,8 @@ class StateAndWeightPolicy:
 
     def _fetch_what_fits(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
         self._smaller = False
+        if self._room.for_step:
+            return
         assert self.report is not None
         on_host_bytes = self.report.offloaded_bytes
         spare_bytes = budget_bytes - max((plan.peak_bytes for plan in report.plans), default=0)

@@ -33,6 +33,8 @@ class StateRoom:
         """So far above the budget memory was last seen to be in use after backward."""
         self.unmeasured = False
         """Room was given for that, and it has not been measured since."""
+        self.for_step = False
+        """State has left for what is in use after backward: smaller passes give it no room."""
 
     def look(self, beside_peak_bytes: int | None, budget_bytes: int) -> None:
         """An iteration has ended in which so much was in use after backward; None: not measured."""
@@ -59,5 +61,6 @@ class StateRoom:
             return False
         self._given += 1
         self.unmeasured = self.over_bytes > 0
+        self.for_step |= self.unmeasured
         mover.make_room(room_bytes)
         return True

@@ -25,6 +25,8 @@ WIDTH = 256
 LAYERS = 6
 STATE_BYTES = 2 * 4 * WIDTH * WIDTH * LAYERS
 """Of the weights; what is smaller stays."""
+STEP_BUDGET_BYTES = int(1.3 * STATE_BYTES) + 3 * MIB // 2
+"""Passes keep it; a step that takes more than 0.8 of the state beside it does not."""
 
 
 class Weighed(CpuStandIn):
@@ -230,67 +232,47 @@ def test_state_that_left_for_activations_comes_back_when_they_are_smaller(gradie
     assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
 
 
-def test_state_leaves_for_what_the_step_itself_takes() -> None:
-    """A step that updates all parameters at once (`foreach`) takes a temporary tensor for each."""
-    budget_bytes = int(1.3 * STATE_BYTES) + 3 * MIB // 2
-    values, made, swapper = train(60, budget_bytes, step_takes=lambda state: 1.2 * state)
-    assert values == plain(60)
+def stepped(
+    steps: int, takes: Callable[[int], float], smaller_from: int | None = None
+) -> tuple[StateAndWeightPolicy, Weighed]:
+    """A training whose step takes so much, within a budget that its passes keep. The numbers are
+    those of the plain one."""
+    values, made, swapper = train(
+        steps, STEP_BUDGET_BYTES, smaller_from=smaller_from, step_takes=takes
+    )
+    assert values == train(steps, smaller_from=smaller_from)[0]
     assert made is not None
     assert swapper is not None
     assert made.settled
-    assert made.report is not None
-    assert made.report.offloaded_bytes > 0
-    assert swapper.report().settled
     backend = swapper._store.backend
     assert isinstance(backend, Weighed)
-    assert backend.most_bytes <= budget_bytes  # since the last pass that was measured
+    return made, backend
+
+
+@pytest.mark.parametrize("smaller_from", [None, 40])
+def test_state_leaves_for_what_the_step_itself_takes(smaller_from: int | None) -> None:
+    """A step that updates all parameters at once (`foreach`) takes a temporary tensor for each.
+    That is so too when activations become smaller."""
+    made, backend = stepped(80, lambda state: 1.2 * state, smaller_from)
+    assert made.report is not None
+    assert made.report.offloaded_bytes > 0
+    assert backend.most_bytes <= STEP_BUDGET_BYTES  # since the last pass that was measured
     assert made.refused == ()
 
 
-def test_state_that_left_for_the_step_does_not_come_back_for_smaller_passes() -> None:
-    budget_bytes = int(1.3 * STATE_BYTES) + 3 * MIB // 2
-    values, made, swapper = train(
-        80, budget_bytes, smaller_from=40, step_takes=lambda state: 1.2 * state
-    )
-    assert values == train(80, smaller_from=40)[0]
-    assert made is not None
-    assert swapper is not None
-    assert made.report is not None
-    assert made.report.offloaded_bytes > 0
-    backend = swapper._store.backend
-    assert isinstance(backend, Weighed)
-    assert backend.most_bytes <= budget_bytes
-
-
-def test_a_step_that_exceeds_the_budget_for_good_is_told() -> None:
-    """The step takes what state that leaves does not give back."""
-    values, made, _ = train(
-        60, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda _: 4 * STATE_BYTES
-    )
-    assert values == plain(60)
-    assert made is not None
-    assert made.settled
+@pytest.mark.parametrize("fit", [True, False])
+def test_a_step_that_exceeds_the_budget_for_good_is_told(
+    fit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what state that leaves does not give back, or no state can leave."""
+    if not fit:
+        monkeypatch.setattr(GovernedOptimizer, "unfit", lambda *_: messages.DIFFERENTIABLE)
+    made, _ = stepped(60, lambda state: 4 * STATE_BYTES if fit else 1.2 * state)
     assert [reason.code for reason in made.refused] == ["weights_kept", "step_exceeds"]
 
 
-def test_a_step_is_told_of_where_no_state_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GovernedOptimizer, "unfit", lambda *_: messages.DIFFERENTIABLE)
-    values, made, _ = train(
-        60, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda state: 1.2 * state
-    )
-    assert values == plain(60)
-    assert made is not None
-    assert made.settled
-    assert "step_exceeds" in [reason.code for reason in made.refused]
-
-
 def test_state_stays_where_the_step_fits() -> None:
-    values, made, _ = train(
-        30, int(1.3 * STATE_BYTES) + 3 * MIB // 2, step_takes=lambda state: 0.3 * state
-    )
-    assert values == plain(30)
-    assert made is not None
-    assert made.settled
+    made, _ = stepped(30, lambda state: 0.3 * state)
     assert made.report is None
 
 

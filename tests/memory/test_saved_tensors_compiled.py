@@ -1,5 +1,5 @@
 """What is found out about a saved tensor: the compiled library and Python say the same. And what it
-does by itself at the quiet events of a plan."""
+does by itself at the events of a plan."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
     found = [
         Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
     ]
-    assert found[0].hooks.use_library({}, len) is not None
+    assert found[0].hooks.use_library({}, [], {}, len, len) is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()
 
@@ -206,13 +206,13 @@ def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
         )
 
     with_library, in_python = hooks(both[0]), hooks(both[1])
-    assert with_library.use_library({}, len) is not None
+    assert with_library.use_library({}, [], {}, len, len) is not None
     tensor = KINDS[kind]()
     same(lambda hooks: hooks._pack(tensor), (with_library, in_python), tensor)
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
-    position = both[0].hooks.use_library({}, len)
+    position = both[0].hooks.use_library({}, [], {}, len, len)
     decided = {kind: position.save(make()) is not None for kind, make in KINDS.items()}
     assert all(decided[kind] for kind in ("a result", "a small view", "a parameter"))
     assert not any(decided[kind] for kind in ("sparse", "nested", "a conjugate", "functional"))
@@ -253,7 +253,7 @@ def test_the_same_is_held_and_handed_out(both: tuple[Any, Any], kind: str) -> No
 
 def test_what_is_held_counts_the_program_s_writes(both: tuple[Any, Any]) -> None:
     tensor = graph(4, 4)
-    kept, _, _ = both[0].hooks.use_library({}, len).save(tensor)
+    kept, _, _ = both[0].hooks.use_library({}, [], {}, len, len).save(tensor)
     tensor.add_(1)
     assert kept._version == tensor._version == 1
     assert kept.data_ptr() == tensor.data_ptr()
@@ -279,7 +279,7 @@ def test_modes_of_the_program_are_seen(
     library, tensor = both[0]._store.compiled, graph(32, 32)
     with mode():
         assert library.under_a_mode() is under
-        assert (both[0].hooks.use_library({}, len).save(tensor) is None) is under
+        assert (both[0].hooks.use_library({}, [], {}, len, len).save(tensor) is None) is under
     assert not library.under_a_mode()
 
 
@@ -311,24 +311,29 @@ class Walk:
         read: bool = False,
         version: int = 0,
         evict: tuple[int, ...] = (),
+        moves: bool = False,
         recipe_of: Callable[[Tensor], Any] = lambda _: None,
+        attend: Callable[[Saved | None], None] = lambda _: None,
     ) -> None:
         self.fence = SimpleNamespace(down=False)
         self.overdue: dict[int, None] = {}
-        self.chosen: list[int] = []
+        self.lent: list[int] = []
+        self.attend, self.attended = attend, list[Saved | None]()
         self.within = engine._store.begin()
         self.followed: dict[int, weakref.ref[Saved]] = {}
         self.at = engine._store.compiled.Position(
-            (self.overdue, self.chosen),
+            self.overdue,
+            self.lent,
             self.fence,
             torch.device("cpu"),
             MIN_BYTES,
             engine._store,
             self.followed,
             recipe_of,
+            lambda saved: self.attended.append(saved) or self.attend(saved),
             engine._store.lone_users,
         )
-        offload = (1,) if kind is StepKind.MOVES else ()
+        offload = (1,) if moves else ()
         step = ReadyStep(
             size_bytes,
             number=0,
@@ -339,14 +344,14 @@ class Walk:
             read=read,
             version=version,
         )
-        assert step.kind(set(evict)) is kind
+        assert step.kind is kind
         others = [ReadyStep(SIZE, number, recomputed=True) for number in evict]
-        steps = packed_steps([step, step._replace(expected=CODE, due=None), *others])
+        steps = packed_steps([step, step._replace(expected=CODE), *others])
         calls = None if call is None else SimpleNamespace(present=call)
         self.at.follow(steps, weakref.ref(self.within), calls)
 
 
-def test_quiet_events_are_seen_to(both: tuple[Any, Any]) -> None:
+def test_events_of_the_plan_are_seen_to(both: tuple[Any, Any]) -> None:
     walk, tensor = Walk(both[0]), graph(32, 32)
     packed = walk.at.save(tensor)
     assert described(packed[:3], tensor) == described(kept(tensor), tensor)
@@ -356,6 +361,33 @@ def test_quiet_events_are_seen_to(both: tuple[Any, Any]) -> None:
     assert walk.at.event == 2
     assert len(walk.at.save(tensor)) == 2  # after the last event
     assert walk.at.event == 2
+    assert not walk.attended
+
+
+def test_python_is_called_where_copies_are_due(both: tuple[Any, Any]) -> None:
+    seen: list[int] = []
+    walk = Walk(both[0], moves=True, attend=lambda _: seen.append(walk.at.event))
+    packed = walk.at.save(graph(32, 32))
+    assert walk.at.use(packed) is packed[0]
+    assert walk.attended == [None, None]
+    assert seen == [1, 2]  # the event has been counted
+
+
+def test_python_is_called_while_something_is_overdue(both: tuple[Any, Any]) -> None:
+    walk, tensor = Walk(both[0]), graph(32, 32)
+    walk.overdue[1] = None
+    packed = walk.at.save(tensor)
+    walk.overdue.clear()
+    assert walk.at.use(packed) is packed[0]
+    assert walk.attended == [None]
+
+
+def test_an_error_in_python_is_the_program_s_where_no_fence_is(both: tuple[Any, Any]) -> None:
+    def fail(_: Saved | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Walk(both[0], moves=True, attend=fail).at.save(graph(32, 32))
 
 
 def test_what_is_small_is_no_event(both: tuple[Any, Any]) -> None:
@@ -375,15 +407,14 @@ def gone(walk: Walk) -> None:
 
 EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
     "kilter stepped aside": down,
-    "tensors are offloaded on demand": lambda walk: walk.chosen.append(1),
-    "something is overdue": lambda walk: walk.overdue.update({1: None}),
+    "tensors are lent": lambda walk: walk.lent.append(1),
     "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within), None),
     "the pass is over": gone,
 }
 
 
 @pytest.mark.parametrize("exception", list(EXCEPTIONS))
-def test_no_event_is_quiet_if(both: tuple[Any, Any], exception: str) -> None:
+def test_python_sees_to_all_if(both: tuple[Any, Any], exception: str) -> None:
     walk, tensor = Walk(both[0]), graph(32, 32)
     if exception != "the pass is over":
         packed = walk.at.save(tensor)
@@ -395,11 +426,9 @@ def test_no_event_is_quiet_if(both: tuple[Any, Any], exception: str) -> None:
     assert walk.at.event == 0
 
 
-def test_other_events_than_the_plan_s_are_not_quiet(both: tuple[Any, Any]) -> None:
+def test_other_events_than_the_plan_s_are_left_to_python(both: tuple[Any, Any]) -> None:
     walk, tensor = Walk(both[0]), graph(32, 32)
     assert len(walk.at.save(graph(64, 64))) == 2
-    moves = Walk(both[0], StepKind.MOVES)
-    assert len(moves.at.save(tensor)) == 2
     walk = Walk(both[0])
     packed = walk.at.save(tensor)
     foreign = (*packed[:4], Pass())
@@ -433,9 +462,6 @@ def test_what_is_followed_and_there_is_handed_out(both: tuple[Any, Any], kind: s
     tensor = KINDS[kind]()
     walk, view = followed(both, tensor)
     found = in_backward(lambda: walk.at.use(view))
-    if found is None:  # of another type than its storage
-        assert kind == "a storage of another type"
-        return
     expected = both[0]._store.tensor_of(view)
     assert described(found, tensor) == described(expected, tensor)
     assert torch.equal(found, tensor)
@@ -444,12 +470,11 @@ def test_what_is_followed_and_there_is_handed_out(both: tuple[Any, Any], kind: s
 
 
 ELSEWHERE: dict[str, Callable[[Walk, Any], object]] = {
-    "is not there": lambda walk, saved: setattr(saved, "state", EVICTED),
     "was written to": lambda walk, saved: saved.alias.add_(1),
     "is of another pass": lambda walk, saved: setattr(saved, "within", Pass()),
     "is another one": lambda walk, saved: setattr(saved, "number", 1),
     "is used once kilter stepped aside": lambda walk, saved: down(walk),
-    "is used where something is overdue": lambda walk, saved: walk.overdue.update({1: None}),
+    "is used while tensors are lent": lambda walk, saved: walk.lent.append(1),
 }
 
 
@@ -462,6 +487,23 @@ def test_what_is_followed_is_left_to_python_if_it(both: tuple[Any, Any], excepti
     assert not view.saved.handed_out
     assert walk.at.event == 1
     view.saved.state = state  # as the engine counts
+
+
+def test_what_is_not_there_is_fetched_by_python(both: tuple[Any, Any]) -> None:
+    tensor = graph(32, 32)
+    walk, view = followed(both, tensor)
+    store, saved = both[0]._store, view.saved
+    bits = tensor.detach().clone()
+    del tensor
+    assert store.offload_unplanned(saved)
+    store.evict(saved)
+    assert in_backward(lambda: walk.at.use(view)) is None  # nothing has fetched it
+    assert not saved.handed_out
+    walk.at.event = 1
+    walk.attend = store.fetch
+    assert torch.equal(in_backward(lambda: walk.at.use(view)), bits)
+    assert walk.attended == [saved, saved]
+    assert saved.handed_out
 
 
 def test_in_a_backward_that_retains_its_graph_python_lends_it(both: tuple[Any, Any]) -> None:
@@ -648,9 +690,8 @@ class Leaving:
         """What is left of it, by whoever sees to it."""
         counts = self.store.counts
         if self.walk is not None:
-            packed = self.walk.at.save(graph(32, 32))
-            self.seen_to = len(packed) == 5
-            assert self.walk.at.event == int(self.seen_to)
+            assert len(self.walk.at.save(graph(32, 32))) == 5
+            self.seen_to = not self.walk.attended
         if self.walk is None or not self.seen_to:
             self.store.evict(self.saved)
         told = [[one() for one in found] for found in self.store._dependents.values()]
@@ -731,7 +772,7 @@ def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
 
     fence = Fence()
     cpu, store = torch.device("cpu"), both[0]._store
-    position = store.compiled.Position((), fence, cpu, MIN_BYTES, store, {}, len, 1)
+    position = store.compiled.Position({}, [], fence, cpu, MIN_BYTES, store, {}, len, len, 1)
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position

@@ -55,7 +55,7 @@ class Backend(Protocol):
     """Two marks around a `wait` show how long the device waited for the copy."""
     holds: Callable[[int], None] | None
     """The engine calls it with the bytes that saved tensors hold, whenever it takes or evicts some
-    (not at the compiled library's quiet events); None: the backend keeps no account of its own."""
+    (the compiled library does not tell); None: the backend keeps no account of its own."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""

@@ -1,7 +1,7 @@
 """The compiled library, `recorder.cpp`: built once for each version of PyTorch and of Python.
 
 Where it cannot be built (no C++ compiler, say) Python does the same: `recording.py`, `engine.py`
-for the quiet events of `position.h`, and `tensor_hooks.py` and `store.py` for what
+for the events of `position.h`, and `tensor_hooks.py` and `store.py` for what
 `saved_tensors.h` finds out.
 """
 

@@ -394,8 +394,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if watch is not None:
             watch.enter(code, used=True)
         demand.before_use(self.budget_bytes, missing_bytes)
-        if planned and view and saved.state == EVICTED and saved.host is not None:
-            self._planned.counts.late += 1
+        if planned and view:
+            self._planned.note_late(saved)
         if not view:
             tensor = whole(packed)
         elif torch_internals.graph_task_keeps_graph():

@@ -8,6 +8,7 @@ at a list. Where the compiled library is there, most events do not come here at 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import torch
 
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
+from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_kinds import TUNED, PassKinds
 from kilter.memory.engine.pass_record import use_code
 from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.ready import Due, Ready, in_place_of
 from kilter.memory.engine.recompute import Reader
 from kilter.memory.engine.segment_pass import SegmentPass
-from kilter.memory.engine.store import RESIDENT, Pass, Saved, Store
+from kilter.memory.engine.store import EVICTED, RESIDENT, Pass, Saved, Store
 from kilter.memory.engine.waits import Waits
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class PassUnderPlan:
         self.measured = False
         """The peak of the present pass is measured, and what is held at each event."""
         self._quiet = False
-        """The compiled library may see to events at which nothing is copied."""
+        """The compiled library may see to the events."""
         self.deviated = False
         """The present pass has departed from its plan."""
         self._older: list[weakref.ref[Saved]] = []
@@ -108,9 +110,9 @@ class PassUnderPlan:
             if self._backend.shows_waits and self._kinds.listens(plan):
                 self._store.waits = Waits(self._backend)
             if type(self.at) is Position:
-                moves, waiting = self._moves, (self._moves.overdue, self._demand.lent)
-                found = use_library(moves.by_number, self._reader.read, *waiting)
-                self.at = found or self.at
+                waiting = self._moves.overdue, self._demand.lent
+                ours = self._moves.by_number, self._reader.read, self._attend
+                self.at = use_library(*waiting, *ours) or self.at
         self._follow(plan)
 
     def stepped(self) -> None:
@@ -207,6 +209,23 @@ class PassUnderPlan:
         if due is not None or self._moves.overdue or self.measured:
             self._issue(plan, due)
         return True
+
+    def _attend(self, saved: Saved | None) -> None:
+        """The compiled library has come to the event before this one, as planned: issue what was
+        due at it, and fetch this tensor, which backward needs. It stays away if it was modified."""
+        plan = self.plan
+        assert plan is not None
+        if self._backend.stream() is not None:
+            self._issue(plan, plan.steps[self.at.event - 1].due)
+        if saved is not None and saved.state != RESIDENT:
+            self.note_late(saved)
+            with contextlib.suppress(Modified):  # Python finds it again, and tells the program
+                self._store.fetch(saved)
+
+    def note_late(self, saved: Saved) -> None:
+        """Backward needs this tensor now."""
+        if saved.state == EVICTED and saved.host is not None:
+            self.counts.late += 1
 
     def used(self, budget_bytes: int) -> None:
         """Backward has been given that tensor."""

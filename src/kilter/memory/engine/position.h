@@ -1,5 +1,5 @@
-// Where the present pass is in its plan, and the events at which nothing moves. `position.py` says
-// what it is for; everything else is left to Python.
+// Where the present pass is in its plan, and what is saved and used by it. `position.py` says what
+// it is for; copies, and everything that is not as planned, are left to Python.
 
 #pragma once
 
@@ -23,9 +23,10 @@ struct PlannedStep {
   long long kind;
   long long called, read;  // a call is recomputed that makes the tensor; it is read for recomputing
   long long version;
+  long long moves;                     // Python has to see to what is due
   long long evict_begin, evict_count;  // tensors that leave for their recipes, in `evictions`
 };
-constexpr long long kMoves = 0, kRecomputed = 1, kKept = 2, kTaken = 3;
+constexpr long long kKept = 0, kTaken = 1, kRecomputed = 2;
 
 struct Position {
   PyObject_HEAD
@@ -33,7 +34,8 @@ struct Position {
   PyObject* within;     // weak reference to the present pass, or None
   PyObject* steps;      // bytes
   PyObject* evictions;  // bytes: numbers of tensors
-  PyObject* waiting;    // tuple: while something is in one of its members, no event is quiet
+  PyObject* overdue;    // dict: while something is in it, Python sees to each event
+  PyObject* lent;       // list: while something is in it, all is left to Python
   PyObject* calls;      // `ModuleCalls`, or None
   PyObject* fence;      // of kilter, or None
   PyObject* device;
@@ -41,6 +43,7 @@ struct Position {
   PyObject* store;
   PyObject* followed;  // dict: by number, weak references to the saved storages of the pass
   PyObject* read;      // gives the recipe of a tensor, or None
+  PyObject* attend;    // issues what is due, and has a tensor there that backward needs
   long lone_users;     // the storage of a tensor that nobody else holds has so many users
   c10::StreamId stream;  // of the pass
 };
@@ -49,11 +52,12 @@ Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(obj
 
 PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *waiting, *fence, *device, *store, *followed, *read;
+  PyObject *overdue, *lent, *fence, *device, *store, *followed, *read, *attend;
   Py_ssize_t least_bytes;
   long lone_users;
-  if (!PyArg_ParseTuple(arguments, "O!OOnOO!Ol", &PyTuple_Type, &waiting, &fence, &device,
-                        &least_bytes, &store, &PyDict_Type, &followed, &read, &lone_users))
+  if (!PyArg_ParseTuple(arguments, "O!O!OOnOO!OOl", &PyDict_Type, &overdue, &PyList_Type, &lent,
+                        &fence, &device, &least_bytes, &store, &PyDict_Type, &followed, &read,
+                        &attend, &lone_users))
     return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
@@ -62,13 +66,15 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   self->calls = Py_NewRef(Py_None);
   self->steps = PyBytes_FromString("");
   self->evictions = PyBytes_FromString("");
-  self->waiting = Py_NewRef(waiting);
+  self->overdue = Py_NewRef(overdue);
+  self->lent = Py_NewRef(lent);
   self->fence = Py_NewRef(fence);
   self->device = Py_NewRef(device);
   self->least_bytes = static_cast<size_t>(least_bytes);
   self->store = Py_NewRef(store);
   self->followed = Py_NewRef(followed);
   self->read = Py_NewRef(read);
+  self->attend = Py_NewRef(attend);
   self->lone_users = lone_users;
   return made;
   END_HANDLE_TH_ERRORS
@@ -77,8 +83,8 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
 int visit_position(PyObject* object, visitproc visit, void* arg) {
   Position* self = position_of(object);
   Py_VISIT(Py_TYPE(object));
-  for (PyObject* held : {self->within, self->steps, self->waiting, self->calls, self->fence,
-                         self->store, self->followed, self->read})
+  for (PyObject* held : {self->within, self->steps, self->overdue, self->lent, self->calls,
+                         self->fence, self->store, self->followed, self->read, self->attend})
     Py_VISIT(held);
   return 0;
 }
@@ -86,8 +92,8 @@ int visit_position(PyObject* object, visitproc visit, void* arg) {
 int clear_position(PyObject* object) {
   Position* self = position_of(object);
   for (PyObject** held :
-       {&self->within, &self->steps, &self->evictions, &self->waiting, &self->calls, &self->fence,
-        &self->device, &self->store, &self->followed, &self->read})
+       {&self->within, &self->steps, &self->evictions, &self->overdue, &self->lent, &self->calls,
+        &self->fence, &self->device, &self->store, &self->followed, &self->read, &self->attend})
     Py_CLEAR(*held);
   return 0;
 }
@@ -119,20 +125,28 @@ PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// The step of the present event if it is this one, and nothing is copied at it.
-const PlannedStep* quiet_step(const Position* self, long long code) {
+// The step of the present event if it is this one, and the plan holds.
+const PlannedStep* planned_step(const Position* self, long long code) {
   const auto count = PyBytes_GET_SIZE(self->steps) / static_cast<Py_ssize_t>(sizeof(PlannedStep));
-  if (self->event >= count) return nullptr;
+  if (self->event >= count || PyList_GET_SIZE(self->lent)) return nullptr;
   const auto* steps = reinterpret_cast<const PlannedStep*>(PyBytes_AS_STRING(self->steps));
   const PlannedStep& step = steps[self->event];
-  if (step.kind == kMoves || step.expected != code) return nullptr;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->waiting); i++)
-    if (PyObject_Size(PyTuple_GET_ITEM(self->waiting, i))) return nullptr;
+  if (step.expected != code) return nullptr;
   if (self->fence != Py_None) {
     const auto down = owned(PyObject_GetAttr(self->fence, names.down));
     if (down.ptr() != Py_False) return nullptr;
   }
   return &step;
+}
+
+// Something leaves or comes back at this step.
+bool busy(const Position* self, const PlannedStep& step) {
+  return step.moves || step.evict_count || PyDict_GET_SIZE(self->overdue);
+}
+
+// The event has been counted: Python sees to it, behind the fence.
+void attend(Position* self, PyObject* saved) {
+  owned(PyObject_CallOneArg(self->attend, saved));
 }
 
 // What a weak reference refers to, or None. (Held, since any allocation may collect garbage.)
@@ -340,11 +354,12 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   auto packed = owned(pack(tensor, self->device, self->least_bytes, size_bytes));
   const auto within = referred_to(self->within);
   const PlannedStep* step =
-      size_bytes == 0 ? nullptr : quiet_step(self, static_cast<long long>(size_bytes));
+      size_bytes == 0 ? nullptr : planned_step(self, static_cast<long long>(size_bytes));
   if (step == nullptr || within.is_none() || present_stream(self) != self->stream)
     return packed.release().ptr();
   const PlannedStep now = *step;
-  if ((now.kind == kRecomputed && recording) || !evict(self, now)) return packed.release().ptr();
+  if (recording && (now.kind == kRecomputed || busy(self, now))) return packed.release().ptr();
+  const bool left = evict(self, now);
   py::object given = py::none();
   if (now.kind == kKept) {
     const Tensor& unpacked = THPVariable_Unpack(tensor);
@@ -355,12 +370,10 @@ PyObject* save(PyObject* object, PyObject* tensor) {
   }
   if (given.is_none()) return packed.release().ptr();
   self->event++;
+  if (!left || now.moves || PyDict_GET_SIZE(self->overdue)) attend(self, Py_None);
   return given.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-
-// It is the step of the present event, and nothing leaves at it either.
-bool still(const PlannedStep* step) { return step != nullptr && step->evict_count == 0; }
 
 // What was not followed.
 PyObject* use_kept(Position* self, PyObject* packed) {
@@ -370,35 +383,47 @@ PyObject* use_kept(Position* self, PyObject* packed) {
     Py_RETURN_NONE;
   if (PyTuple_GET_SIZE(packed) == 5) {
     const long long code = PyLong_AsLongLong(PyTuple_GET_ITEM(packed, 3));
-    if (PyTuple_GET_ITEM(packed, 4) != referred_to(self->within).ptr() ||
-        !still(quiet_step(self, code)))
-      Py_RETURN_NONE;
+    if (PyTuple_GET_ITEM(packed, 4) != referred_to(self->within).ptr()) Py_RETURN_NONE;
+    const PlannedStep* step = planned_step(self, code);
+    if (step == nullptr || (recording && busy(self, *step))) Py_RETURN_NONE;
+    const PlannedStep now = *step;
     self->event++;
+    if (!evict(self, now) || now.moves || PyDict_GET_SIZE(self->overdue)) attend(self, Py_None);
   }
   return Py_NewRef(tensor);
 }
 
-// A followed tensor that is resident: `Store.hand_out` of store.py.
+// A followed tensor: `Store.hand_out` of store.py.
 PyObject* use_view(Position* self, PyObject* view) {
   PyObject* saved = PyTuple_GET_ITEM(view, 0);
-  if (!of_class(saved, names.saved)) Py_RETURN_NONE;
-  PyObject* alias = slot(saved, slots.alias);
-  if (slot(saved, slots.within) != referred_to(self->within).ptr() ||
-      number_in(saved, slots.state) != kResident ||
-      torch::autograd::get_current_graph_task_keep_graph() || !ordinary(alias))
+  if (!of_class(saved, names.saved) ||
+      slot(saved, slots.within) != referred_to(self->within).ptr() ||
+      torch::autograd::get_current_graph_task_keep_graph())
     Py_RETURN_NONE;
-  const Tensor& tensor = THPVariable_Unpack(alias);
-  const bool alike = PyTuple_GET_ITEM(view, 3) == Py_None;
-  const auto dtype = attribute(alias, names.dtype);
-  if ((!alike && dtype.ptr() != PyTuple_GET_ITEM(view, 2)) ||
-      tensor._version() != number_in(saved, slots.version) ||
-      !still(quiet_step(self, -1 - 2 * number_in(saved, slots.number))))
+  const auto as_saved = [saved] {
+    PyObject* alias = slot(saved, slots.alias);
+    return ordinary(alias) &&
+           THPVariable_Unpack(alias)._version() == number_in(saved, slots.version);
+  };
+  const bool there = number_in(saved, slots.state) == kResident;
+  const PlannedStep* step = planned_step(self, -1 - 2 * number_in(saved, slots.number));
+  if (step == nullptr || (there && !as_saved()) || (recording && (!there || busy(self, *step))))
     Py_RETURN_NONE;
-  put(saved, slots.handed_out, Py_NewRef(Py_True));
+  const PlannedStep now = *step;
   self->event++;
-  if (alike) return Py_NewRef(alias);
-  return laid_out(tensor, PyTuple_GET_ITEM(view, 3), PyTuple_GET_ITEM(view, 4),
-                  PyTuple_GET_ITEM(view, 5));
+  if (!evict(self, now) || now.moves || PyDict_GET_SIZE(self->overdue) || !there) {
+    attend(self, saved);
+    if (number_in(saved, slots.state) != kResident || !as_saved()) Py_RETURN_NONE;
+  }
+  put(saved, slots.handed_out, Py_NewRef(Py_True));
+  PyObject* alias = slot(saved, slots.alias);
+  if (PyTuple_GET_ITEM(view, 3) == Py_None) return Py_NewRef(alias);
+  const Tensor& tensor = THPVariable_Unpack(alias);
+  const auto dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(view, 2))->scalar_type;
+  const auto [size, stride, offset] = std::tuple(
+      PyTuple_GET_ITEM(view, 3), PyTuple_GET_ITEM(view, 4), PyTuple_GET_ITEM(view, 5));
+  if (tensor.scalar_type() == dtype) return laid_out(tensor, size, stride, offset);
+  return as_another(tensor, dtype, size, stride, offset);
 }
 
 // `Position.use`.

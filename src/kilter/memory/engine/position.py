@@ -1,9 +1,9 @@
 """Where the present pass is in its plan.
 
-At most events of a plan nothing is copied: a tensor is saved that autograd keeps, or that moves
-later, or one is used that is there, or tensors leave that are recomputed alone. The compiled
-library sees to these *quiet* events by itself, as long as they are those that the plan expects
-(`position.h`). Without it the engine looks at each.
+The compiled library sees to the events of a pass by itself, as long as they are those that the plan
+expects (`position.h`): a tensor is saved that autograd keeps, or that moves later, or one is used,
+or tensors leave that are recomputed alone. It calls Python where a copy is due, or where backward
+needs what is not there. Without it the engine looks at each event.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from enum import IntEnum
 from typing import Any
 
 NO_STEPS = b"", b""
-"""No event is quiet."""
+"""The engine looks at each event."""
 
 
 class Position:
-    """In Python, where none is quiet. The compiled one also has
+    """In Python, where the engine looks at each event. The compiled one also has
 
     - `save(tensor)`, which gives what autograd holds instead of a tensor that is saved, if that is
-      a quiet event, or the engine does not take the tensor; size and address of the storage, if
-      the engine takes it; or None: not known;
-    - `use(packed)`, which gives the tensor that was saved, if this is a quiet event, or none; or
-      None: not known.
+      the event that the plan expects, or the engine does not take the tensor; size and address of
+      the storage, if the engine takes it; or None: not known;
+    - `use(packed)`, which gives the tensor that was saved, if the plan expects that, or it is no
+      event; or None: not known.
     """
 
     __slots__ = ("event",)
@@ -38,13 +38,11 @@ class Position:
 
 
 class StepKind(IntEnum):
-    """What happens at an event of a plan."""
+    """What becomes of the tensor at an event of a plan."""
 
-    MOVES = 0
-    """Something is copied, or leaves for a call that is recomputed."""
-    RECOMPUTED = 1
-    """The engine follows the tensor, which a recipe of its own makes."""
-    KEPT = 2
-    """Autograd keeps the tensor."""
-    TAKEN = 3
-    """The engine follows the tensor, which no recipe of its own makes."""
+    KEPT = 0
+    """Autograd keeps it."""
+    TAKEN = 1
+    """The engine follows it; no recipe of its own makes it."""
+    RECOMPUTED = 2
+    """The engine follows it; a recipe of its own makes it."""

@@ -35,6 +35,9 @@ class Due(NamedTuple):
     prefetch: tuple[int, ...]
 
 
+NOTHING_DUE = Due((), (), ())
+
+
 def in_place_of(first: int) -> int:
     """In the place of the numbers of all tensors that a call has saved; `first` is the first event
     inside."""
@@ -60,11 +63,8 @@ class ReadyStep(NamedTuple):
     version: int = 0
     """How often a tensor that is saved had been written to before, when recipes were tried."""
 
-    def kind(self, by_recipe: set[int]) -> StepKind:
-        """`by_recipe` are the tensors that are recomputed alone."""
-        due = self.due
-        if due is not None and (due.offload or due.prefetch or not by_recipe.issuperset(due.evict)):
-            return StepKind.MOVES
+    @property
+    def kind(self) -> StepKind:
         if not self.followed:
             return StepKind.KEPT
         return StepKind.RECOMPUTED if self.recomputed else StepKind.TAKEN
@@ -76,10 +76,11 @@ def packed_steps(steps: Sequence[ReadyStep]) -> tuple[bytes, bytes]:
     by_recipe = {step.number for step in steps if step.recomputed}
     packed, leave = [], list[int]()
     for step in steps:
-        kind = step.kind(by_recipe)
-        evict = () if step.due is None or kind is StepKind.MOVES else step.due.evict
-        numbers = use_code(step.number), kind, step.called, step.read, step.version
-        packed.append(struct.pack("=8q", step.expected, *numbers, len(leave), len(evict)))
+        due = step.due or NOTHING_DUE
+        moves = bool(due.offload or due.prefetch) or not by_recipe.issuperset(due.evict)
+        evict = () if moves else due.evict
+        numbers = use_code(step.number), step.kind, step.called, step.read, step.version, moves
+        packed.append(struct.pack("=9q", step.expected, *numbers, len(leave), len(evict)))
         leave += evict
     return b"".join(packed), struct.pack(f"={len(leave)}q", *leave)
 

@@ -12,6 +12,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -284,6 +285,17 @@ PyObject* laid_out(const Tensor& alias, PyObject* size, PyObject* stride, PyObje
   const auto* impl = alias.unsafeGetTensorImpl();
   auto made = impl->shallow_copy_and_detach(impl->version_counter(), true);
   made->set_sizes_and_strides(integers(size), integers(stride), PyLong_AsLongLong(offset));
+  return THPVariable_Wrap(Tensor(std::move(made)));
+}
+
+// `view_of` of aliases.py, with the count of writes.
+PyObject* as_another(const Tensor& alias, at::ScalarType dtype, PyObject* size, PyObject* stride,
+                     PyObject* offset) {
+  auto made = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(alias.storage()), alias.key_set(), at::scalarTypeToTypeMeta(dtype));
+  made->set_sizes_and_strides(integers(size), integers(stride), PyLong_AsLongLong(offset));
+  auto counter = made->version_counter();
+  counter.set_version(alias._version());
   return THPVariable_Wrap(Tensor(std::move(made)));
 }
 

@@ -59,8 +59,8 @@ class TensorHooks:
         fence: Fence | None,
     ) -> None:
         self._store = store
-        self._quiet: Any = None
-        """The compiled `Position` sees to quiet events; None: there is none."""
+        self._position: Any = None
+        """The compiled one, which sees to events by itself; None: there is none."""
         self._device = device
         self._min_bytes = min_bytes
         self._save = save
@@ -98,28 +98,33 @@ class TensorHooks:
 
     def use_library(
         self,
+        overdue: dict[int, Any],
+        lent: list[Any],
         followed: dict[int, Any],
         read: Callable[[Tensor], Recipe | None],
-        *waiting: dict[Any, Any] | list[Any],
+        attend: Callable[[Saved | None], None],
     ) -> Any:
         """From here on have the compiled library do what it can, if there is one, and its
         `Position`; else None. It adds the tensors that it takes over to those `followed`, by
-        number; `read` gives their recipes. While something is in one of `waiting` no event is
-        quiet."""
+        number; `read` gives their recipes. It calls `attend` after an event at which a copy is due,
+        or while something is `overdue`, and with a tensor that backward needs and that is not
+        there. While something is `lent` it leaves all to Python."""
         store = self._store
         store.use_library()
         if store.compiled is not None:
-            self._quiet = store.compiled.Position(
-                waiting,
+            self._position = store.compiled.Position(
+                overdue,
+                lent,
                 self._fence,
                 self._device,
                 self._min_bytes,
                 store,
                 followed,
                 read,
+                attend if self._fence is None else self._fence(attend),
                 store.lone_users,
             )
-        return self._quiet
+        return self._position
 
     def step_in(self) -> None:
         """Between passes, after `exit`, in the same thread."""
@@ -140,8 +145,8 @@ class TensorHooks:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
         each saved tensor, in forward, where the host is ahead of the device the least."""
-        by, quiet = recording.present, self._quiet
-        packed = None if quiet is None else quiet.save(tensor)
+        by, position = recording.present, self._position
+        packed = None if position is None else position.save(tensor)
         if packed is None or len(packed) == 2:
             if by is None:
                 return self._pack_any(tensor, packed)
@@ -159,8 +164,8 @@ class TensorHooks:
 
     def _unpack(self, packed: Any) -> Tensor:
         """The tensor again, likewise."""
-        quiet = self._quiet
-        tensor: Tensor | None = None if quiet is None else quiet.use(packed)
+        position = self._position
+        tensor: Tensor | None = None if position is None else position.use(packed)
         if tensor is not None:
             return tensor
         compiled, by = self._store.compiled, recording.present

@@ -21,13 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper, recording  # noqa: E402
 from kilter.memory.engine.operation_graph import HeldSource  # noqa: E402
+from kilter.memory.engine.pass_record import use_code  # noqa: E402
+from kilter.memory.engine.pass_under_plan import DueMoves  # noqa: E402
 from kilter.memory.engine.position import NO_STEPS, StepKind  # noqa: E402
-from kilter.memory.engine.ready import Due, ReadyStep, packed_steps  # noqa: E402
+from kilter.memory.engine.ready import NOTHING_DUE, Due, ReadyStep, packed_steps  # noqa: E402
 from kilter.memory.engine.recompute import Recipe  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
     OUTPUT,
+    PREFETCHING,
+    RESIDENT,
     Pass,
     Saved,
     View,
@@ -36,6 +40,7 @@ from kilter.memory.engine.store import (  # noqa: E402
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks  # noqa: E402
 from kilter.memory.plan.problem import Link  # noqa: E402
+from kilter.session.fence import Fence  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of kinds of tensors that are not finished
 
@@ -293,7 +298,7 @@ def test_an_error_of_what_is_not_recorded_is_raised(both: tuple[Any, Any]) -> No
         assert call(max, 1, 2) == 2
 
 
-# Quiet events
+# Events of a plan
 
 SIZE, CODE, OTHER = 4096, -1, -3
 
@@ -310,34 +315,36 @@ class Walk:
         call: Any = None,
         read: bool = False,
         version: int = 0,
-        evict: tuple[int, ...] = (),
-        moves: bool = False,
+        due: Due | None = None,
+        within: Pass | None = None,
+        moves: DueMoves | None = None,
         recipe_of: Callable[[Tensor], Any] = lambda _: None,
-        attend: Callable[[Saved | None], None] = lambda _: None,
+        attend: Callable[[bool, Saved | None], None] = lambda moves, saved: None,
     ) -> None:
-        self.fence = SimpleNamespace(down=False)
-        self.overdue: dict[int, None] = {}
+        self.fence = Fence(lambda where, error: None)
         self.lent: list[int] = []
-        self.attend, self.attended = attend, list[Saved | None]()
-        self.within = engine._store.begin()
-        self.followed: dict[int, weakref.ref[Saved]] = {}
+        self.attend, self.attended = attend, list[tuple[bool, Saved | None]]()
+        self.hosts: dict[int, Tensor] = {}
+        self.within = within or engine._store.begin()
+        moves = moves or DueMoves(engine._store)
+        self.followed = moves.by_number
+        self.calls = None if call is None else SimpleNamespace(present=call)
         self.at = engine._store.compiled.Position(
-            self.overdue,
+            moves.overdue,
             self.lent,
             self.fence,
             torch.device("cpu"),
-            MIN_BYTES,
             engine._store,
             self.followed,
             recipe_of,
-            lambda saved: self.attended.append(saved) or self.attend(saved),
+            lambda *asked: self.attended.append(asked) or self.attend(*asked),
+            MIN_BYTES,
             engine._store.lone_users,
         )
-        offload = (1,) if moves else ()
         step = ReadyStep(
             size_bytes,
             number=0,
-            due=Due(offload, evict, ()) if offload or evict else None,
+            due=due,
             followed=kind in (StepKind.RECOMPUTED, StepKind.TAKEN),
             recomputed=kind is StepKind.RECOMPUTED,
             called=call is not None,
@@ -345,10 +352,13 @@ class Walk:
             version=version,
         )
         assert step.kind is kind
-        others = [ReadyStep(SIZE, number, recomputed=True) for number in evict]
-        steps = packed_steps([step, step._replace(expected=CODE), *others])
-        calls = None if call is None else SimpleNamespace(present=call)
-        self.at.follow(steps, weakref.ref(self.within), calls)
+        self.expect(step, step._replace(expected=CODE))
+
+    def expect(self, *steps: ReadyStep) -> None:
+        """These are the next events."""
+        self.at.event = 0
+        within = weakref.ref(self.within)
+        self.at.follow(packed_steps(steps), self.hosts, within, self.calls)
 
 
 def test_events_of_the_plan_are_seen_to(both: tuple[Any, Any]) -> None:
@@ -364,30 +374,23 @@ def test_events_of_the_plan_are_seen_to(both: tuple[Any, Any]) -> None:
     assert not walk.attended
 
 
-def test_python_is_called_where_copies_are_due(both: tuple[Any, Any]) -> None:
+def test_python_is_called_where_a_call_leaves(both: tuple[Any, Any]) -> None:
     seen: list[int] = []
-    walk = Walk(both[0], moves=True, attend=lambda _: seen.append(walk.at.event))
+    walk = Walk(both[0], due=Due((), (-1,), ()), attend=lambda *_: seen.append(walk.at.event))
     packed = walk.at.save(graph(32, 32))
     assert walk.at.use(packed) is packed[0]
-    assert walk.attended == [None, None]
+    assert walk.attended == [(True, None), (True, None)]
     assert seen == [1, 2]  # the event has been counted
 
 
-def test_python_is_called_while_something_is_overdue(both: tuple[Any, Any]) -> None:
-    walk, tensor = Walk(both[0]), graph(32, 32)
-    walk.overdue[1] = None
-    packed = walk.at.save(tensor)
-    walk.overdue.clear()
-    assert walk.at.use(packed) is packed[0]
-    assert walk.attended == [None]
-
-
-def test_an_error_in_python_is_the_program_s_where_no_fence_is(both: tuple[Any, Any]) -> None:
-    def fail(_: Saved | None) -> None:
+def test_what_the_program_raises_meanwhile_passes(both: tuple[Any, Any]) -> None:
+    def fail(moves: bool, saved: Saved | None) -> None:
         raise KeyboardInterrupt
 
+    walk = Walk(both[0], due=Due((), (-1,), ()), attend=fail)
     with pytest.raises(KeyboardInterrupt):
-        Walk(both[0], moves=True, attend=fail).at.save(graph(32, 32))
+        walk.at.save(graph(32, 32))
+    assert walk.fence.down
 
 
 def test_what_is_small_is_no_event(both: tuple[Any, Any]) -> None:
@@ -408,7 +411,9 @@ def gone(walk: Walk) -> None:
 EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
     "kilter stepped aside": down,
     "tensors are lent": lambda walk: walk.lent.append(1),
-    "the plan was dropped": lambda walk: walk.at.follow(NO_STEPS, weakref.ref(walk.within), None),
+    "the plan was dropped": lambda walk: walk.at.follow(
+        NO_STEPS, {}, weakref.ref(walk.within), None
+    ),
     "the pass is over": gone,
 }
 
@@ -500,9 +505,9 @@ def test_what_is_not_there_is_fetched_by_python(both: tuple[Any, Any]) -> None:
     assert in_backward(lambda: walk.at.use(view)) is None  # nothing has fetched it
     assert not saved.handed_out
     walk.at.event = 1
-    walk.attend = store.fetch
+    walk.attend = lambda moves, one: store.fetch(one)
     assert torch.equal(in_backward(lambda: walk.at.use(view)), bits)
-    assert walk.attended == [saved, saved]
+    assert walk.attended == [(False, saved), (False, saved)]
     assert saved.handed_out
 
 
@@ -657,113 +662,247 @@ def test_an_error_in_reading_a_recipe_is_left_to_the_fence(both: tuple[Any, Any]
     tensor, store = graph(32, 32), both[0]._store
     walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=fail(ValueError))
     assert walk.at.save(tensor) == both[0].hooks.takes(tensor)
+    assert walk.fence.down
     assert (store.counts.alive, walk.at.event, walk.followed) == (0, 0, {})
     walk = Walk(both[0], StepKind.RECOMPUTED, recipe_of=fail(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         walk.at.save(tensor)
 
 
-class Leaving:
-    """A tensor whose recipe reads another one, both saved, at the event at which it leaves."""
+class Moving:
+    """A tensor whose recipe reads another one, both saved, and what is done to it at events."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.store = engine, engine._store
-        self.walk = walk = Walk(engine, evict=(7,)) if self.store.compiled else None
-        self.within = self.store.begin() if walk is None else walk.within
-        self.source, self.saved = self._save(6), self._save(7)
+        self.moves = DueMoves(self.store)
+        self.within = self.store.begin()
+        self.walk = None
+        if self.store.compiled is not None:
+            self.walk = Walk(engine, within=self.within, moves=self.moves, attend=self._attend)
+        self.source, _ = self._save(6)
+        self.saved, self.view = self._save(7)
         self.recipe = recipe = Recipe.__new__(Recipe)
         recipe.sources = recipe.closed = (self.source,)
         recipe.parameters, recipe.in_backward, recipe.told = (), False, False
         self.saved.recipe = recipe
-        if walk is not None:
-            walk.followed[7] = self.saved.itself
-        self.held: list[Any] = []
-
-    def _save(self, number: int) -> Saved:
-        tensor = graph(32, 32)
-        saved: Saved = self.store.save(
-            tensor, *self.engine.hooks.takes(tensor), self.within, number
-        )
-        return saved
-
-    def carried_out(self) -> tuple[Any, ...]:
-        """What is left of it, by whoever sees to it."""
-        counts = self.store.counts
+        self.bits = self.saved.alias.clone()
+        flat = self.store.backend.reserve(SIZE)
+        self.hosts = {7: flat.view(torch.float32).view(32, 32)}
         if self.walk is not None:
-            assert len(self.walk.at.save(graph(32, 32))) == 5
-            self.seen_to = not self.walk.attended
-        if self.walk is None or not self.seen_to:
-            self.store.evict(self.saved)
+            self.walk.hosts = self.hosts
+        self.due = NOTHING_DUE
+        self.held: list[Any] = []
+        self.by_python = 0
+        """So many events were left to Python, wholly or in part."""
+
+    def _save(self, number: int) -> tuple[Saved, View]:
+        tensor = graph(32, 32)
+        taken = self.engine.hooks.takes(tensor)
+        saved = self.store.save(tensor, *taken, self.within, number)
+        self.moves.follow(number, saved)
+        return saved, self.store.view(saved, tensor)
+
+    def carry_out(self, due: Due) -> None:
+        """This is due at an event."""
+        self.due = due
+        if self.walk is None:
+            self._in_python()
+        else:
+            assert len(self.saves_another()) == 5
+
+    def saves_another(self) -> Any:
+        """The event: what autograd is given for another tensor."""
+        self.walk.expect(ReadyStep(SIZE, number=0, due=self.due))
+        return self.walk.at.save(graph(32, 32))
+
+    def _in_python(self) -> None:
+        self.by_python += 1
+        if self.moves.overdue:
+            self.moves.catch_up()
+        self.moves.carry_out(SimpleNamespace(hosts=self.hosts), self.due)  # type: ignore[arg-type]
+
+    def _attend(self, moves: bool, saved: Saved | None) -> None:
+        if moves:
+            self._in_python()
+        if saved is not None:
+            self.store.fetch(saved)
+
+    def used(self) -> None:
+        """Backward is given it, with the bits that it had."""
+        if self.walk is None:
+            found = self.store.hand_out(self.view)
+        else:
+            self.walk.expect(ReadyStep(use_code(7), number=7))
+            found = in_backward(lambda: self.walk.at.use(self.view))
+        assert torch.equal(found, self.bits)
+
+    def left(self) -> tuple[Any, ...]:
+        """What has become of it."""
         told = [[one() for one in found] for found in self.store._dependents.values()]
+        transfer = self.saved.transfer
         return (
             self.saved.state,
             self.saved.alias is None,
+            self.saved.handed_out,
             self.saved.key in self.store._resident,
             self.recipe.told,
             told == [[self.saved]],
-            [getattr(counts, name) for name in (*COUNTS, "evicted", "evicted_bytes")],
+            transfer is not None and [getattr(transfer, name) is None for name in TRANSFER],
+            {number: host is None for number, host in self.moves.overdue.items()},
+            [getattr(self.store.counts, name) for name in (*COUNTS, *MOVED)],
         )
 
 
-LEAVING: dict[str, tuple[Callable[[Leaving], object], bool, bool]] = {
-    "it is as planned": (lambda one: None, True, True),
-    "whoever changes its source knows": (lambda one: setattr(one.recipe, "told", True), True, True),
-    "backward has it": (lambda one: setattr(one.saved, "handed_out", True), True, False),
-    "its source left": (lambda one: one.store._leave([(one.source, one.source.alias)]), True, True),
-    "the program holds it": (lambda one: one.held.append(one.saved.alias[1:]), False, False),
-    "it was written to": (lambda one: one.saved.alias.add_(1), False, False),
-    "it may have been written to": (lambda one: setattr(one.saved, "touched", True), False, False),
-    "its source was written to": (lambda one: one.source.alias.add_(1), False, False),
-    "the program holds its source": (
-        lambda one: one.held.append(one.source.alias[1:]),
-        False,
-        False,
-    ),
-    "it may leave in backward alone": (
-        lambda one: setattr(one.recipe, "in_backward", True),
-        False,
-        False,
-    ),
-    "it reads a parameter": (
-        lambda one: setattr(one.recipe, "parameters", (HeldSource(parameter(), 0),)),
-        False,
-        True,
-    ),
-    "no recipe was read": (lambda one: setattr(one.saved, "recipe", None), False, False),
-    "it was evicted": (
-        lambda one: (
-            one.engine._store.offload_unplanned(one.saved) and one.engine._store.evict(one.saved)
-        ),
-        True,
-        True,
-    ),
+TRANSFER = "host", "departure", "arrival", "pooled"
+MOVED = "evicted", "evicted_bytes", "out_bytes", "in_bytes"
+OFFLOAD, EVICT, PREFETCH = Due((7,), (), ()), Due((), (7,), ()), Due((), (), (7,))
+
+
+def hold(one: Moving) -> None:
+    one.held.append(one.saved.alias[1:])
+
+
+def hold_source(one: Moving) -> None:
+    one.held.append(one.source.alias[1:])
+
+
+def let_go(one: Moving) -> None:
+    one.held.clear()
+
+
+def write(one: Moving) -> None:
+    one.saved.alias.add_(1)
+
+
+def write_source(one: Moving) -> None:
+    one.source.alias.add_(1)
+
+
+def without_recipe(one: Moving) -> None:
+    one.saved.recipe = None
+
+
+def with_a_call(one: Moving) -> None:
+    one.saved.recipe = SimpleNamespace(  # type: ignore[assignment]
+        ready=lambda: True, told=True, recompute=lambda saved: [(saved, one.bits.clone())]
+    )
+
+
+def elsewhere(one: Moving) -> None:
+    one.hosts[7] = one.store.backend.reserve(SIZE)  # not in the tensor's shape yet
+
+
+def reads_a_parameter(one: Moving) -> None:
+    one.held.append(parameter())
+    one.recipe.parameters = (HeldSource(one.held[0], 0),)
+
+
+def writes_to_it(one: Moving) -> None:
+    with torch.no_grad():
+        one.held[0].add_(1)
+
+
+def sets(name: str, *, of: str = "saved") -> Callable[[Moving], None]:
+    return lambda one: setattr(getattr(one, of), name, True)
+
+
+def its_source_left(one: Moving) -> None:
+    one.store._leave([(one.source, one.source.alias)])
+
+
+def forget(one: Moving) -> None:
+    one.moves.by_number.clear()
+
+
+MOVING: dict[str, tuple[list[Due | Callable[[Moving], None]], int]] = {
+    "it leaves for its recipe": ([EVICT], EVICTED),
+    "whoever changes its source knows": ([sets("told", of="recipe"), EVICT], EVICTED),
+    "backward has it": ([sets("handed_out"), EVICT], RESIDENT),
+    "its source left": ([its_source_left, EVICT], EVICTED),
+    "the program holds it": ([hold, EVICT], RESIDENT),
+    "the program held it": ([hold, EVICT, NOTHING_DUE, let_go, NOTHING_DUE], EVICTED),
+    "it was written to": ([write, EVICT], RESIDENT),
+    "it may have been written to": ([sets("touched"), EVICT], RESIDENT),
+    "its source was written to": ([write_source, EVICT], RESIDENT),
+    "the program holds its source": ([hold_source, EVICT], RESIDENT),
+    "the program held its source": ([hold_source, EVICT, let_go, NOTHING_DUE], EVICTED),
+    "it leaves in backward alone": ([sets("in_backward", of="recipe"), EVICT], RESIDENT),
+    "it reads a parameter": ([reads_a_parameter, EVICT], EVICTED),
+    "it reads one that was written to": ([reads_a_parameter, writes_to_it, EVICT], RESIDENT),
+    "a call makes it": ([with_a_call, EVICT, Moving.used], RESIDENT),
+    "no recipe was read": ([without_recipe, EVICT], RESIDENT),
+    "nobody asks for it": ([forget, OFFLOAD, EVICT, PREFETCH], RESIDENT),
+    "it is copied": ([OFFLOAD], RESIDENT),
+    "it is copied once": ([OFFLOAD, OFFLOAD], RESIDENT),
+    "it leaves for the host": ([OFFLOAD, EVICT], EVICTED),
+    "it leaves at one event": ([Due((7,), (7,), ())], EVICTED),
+    "it comes back": ([OFFLOAD, EVICT, PREFETCH], PREFETCHING),
+    "it is used once it is back": ([OFFLOAD, EVICT, PREFETCH, Moving.used], RESIDENT),
+    "it is late": ([without_recipe, OFFLOAD, EVICT, Moving.used], RESIDENT),
+    "it never left": ([OFFLOAD, PREFETCH, Moving.used], RESIDENT),
+    "it goes to memory of another shape": ([elsewhere, OFFLOAD, EVICT, PREFETCH], PREFETCHING),
+    "it was written to meanwhile": ([without_recipe, OFFLOAD, write, EVICT], RESIDENT),
+    "the program holds it as it is copied": ([hold, OFFLOAD, EVICT], RESIDENT),
+    "it is copied late": ([hold, OFFLOAD, EVICT, let_go, NOTHING_DUE, PREFETCH], PREFETCHING),
+    "it was to be back before it left": ([hold, OFFLOAD, PREFETCH, let_go, NOTHING_DUE], RESIDENT),
 }
-"""What is done before, whether the library sees to it, and whether it leaves."""
+"""What is done, and where it is then."""
+BY_PYTHON = {
+    "a call makes it",
+    "it goes to memory of another shape",
+    "it was written to meanwhile",
+}
+"""In these the library leaves something to Python."""
 
 
-@pytest.mark.parametrize("case", list(LEAVING))
-def test_a_tensor_leaves_for_its_recipe_as_python_has_it(both: tuple[Any, Any], case: str) -> None:
-    before, seen_to, leaves = LEAVING[case]
+@pytest.mark.parametrize("case", list(MOVING))
+def test_a_tensor_leaves_and_comes_back_as_python_has_it(both: tuple[Any, Any], case: str) -> None:
+    steps, state = MOVING[case]
     answers = []
     for engine in both:
-        leaving = Leaving(engine)
-        before(leaving)
-        answers.append(leaving.carried_out())
-        if leaving.walk is not None:
-            assert leaving.seen_to is seen_to
-        leaving.held.clear()
+        moving, found = Moving(engine), []
+        for step in steps:
+            if isinstance(step, Due):
+                moving.carry_out(step)
+            else:
+                step(moving)
+            found.append(moving.left())
+        if moving.walk is not None:
+            assert bool(moving.by_python) == (case in BY_PYTHON)
+        moving.held.clear()
+        answers.append(found)
+        assert moving.saved.state == state
     assert answers[0] == answers[1]
-    assert (answers[0][0] == EVICTED) is leaves
 
 
 def test_while_operations_are_recorded_python_sees_to_it(both: tuple[Any, Any]) -> None:
-    leaving = Leaving(both[0])
+    moving = Moving(both[0])
+    moving.due = EVICT
     recording.begin(lambda function, *args: function(*args) is None, both[0]._store.compiled)
     try:
-        assert len(leaving.walk.at.save(graph(32, 32))) == 2
+        assert len(moving.saves_another()) == 2
     finally:
         recording.stop()
-    assert leaving.saved.state != EVICTED
+    assert moving.saved.state != EVICTED
+
+
+@pytest.mark.parametrize("name", ["copy_out", "wait", "alloc_like", "copy_in"])
+def test_an_error_in_a_copy_has_kilter_step_aside(
+    both: tuple[Any, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = Moving(both[0])
+    without_recipe(moving)
+
+    def fail(*_: Any) -> None:
+        raise ValueError(name)
+
+    monkeypatch.setattr(moving.store.backend, name, fail)
+    for moving.due in (OFFLOAD, EVICT, PREFETCH):
+        if not moving.walk.fence.down:
+            assert len(moving.saves_another()) == 5
+    assert moving.walk.fence.down
+    monkeypatch.undo()
+    assert torch.equal(moving.store.hand_out(moving.view), moving.bits)
 
 
 def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
@@ -772,7 +911,7 @@ def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
 
     fence = Fence()
     cpu, store = torch.device("cpu"), both[0]._store
-    position = store.compiled.Position({}, [], fence, cpu, MIN_BYTES, store, {}, len, len, 1)
+    position = store.compiled.Position({}, [], fence, cpu, store, {}, len, len, MIN_BYTES, 1)
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position

@@ -1,7 +1,7 @@
 """The compiled library, `recorder.cpp`: built once for each version of PyTorch and of Python.
 
 Where it cannot be built (no C++ compiler, say) Python does the same: `recording.py`, `engine.py`
-for the events of `position.h`, and `tensor_hooks.py` and `store.py` for what
+for the events of `position.h` and `moves.h`, and `tensor_hooks.py` and `store.py` for what
 `saved_tensors.h` finds out.
 """
 
@@ -35,7 +35,10 @@ LONGEST_BUILD_S = 300
 BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
-_SOURCES = _SOURCE, *(Path(__file__).with_name(name) for name in ("saved_tensors.h", "position.h"))
+_SOURCES = (
+    _SOURCE,
+    *(Path(__file__).with_name(name) for name in ("saved_tensors.h", "moves.h", "position.h")),
+)
 
 
 def library() -> Any:

@@ -118,7 +118,7 @@ class PassUnderPlan:
     def stepped(self) -> None:
         """An optimizer has stepped within the pass: what is saved next begins another one."""
         self._quiet = False
-        self.at.follow(NO_STEPS, self._store.within, None)
+        self.at.follow(NO_STEPS, {}, self._store.within, None)
 
     def depart(self) -> None:
         """Go on without the plan, in the middle of the pass."""
@@ -210,12 +210,13 @@ class PassUnderPlan:
             self._issue(plan, due)
         return True
 
-    def _attend(self, saved: Saved | None) -> None:
-        """The compiled library has come to the event before this one, as planned: issue what was
-        due at it, and fetch this tensor, which backward needs. It stays away if it was modified."""
+    def _attend(self, moves: bool, saved: Saved | None) -> None:
+        """The compiled library has come to the event before this one, as planned: issue what of its
+        moves is left, and fetch this tensor, which backward needs. It stays away if it was
+        modified."""
         plan = self.plan
         assert plan is not None
-        if self._backend.stream() is not None:
+        if moves and self._backend.stream() is not None:
             self._issue(plan, plan.steps[self.at.event - 1].due)
         if saved is not None and saved.state != RESIDENT:
             self.note_late(saved)
@@ -267,8 +268,10 @@ class PassUnderPlan:
     def _follow(self, plan: Ready | None) -> None:
         """The pass is under this plan from here on, or under none."""
         self.plan = plan
-        steps = plan.packed_steps if plan is not None and self._quiet else NO_STEPS
-        self.at.follow(steps, self._store.within, self.segments.calls)
+        steps, hosts = NO_STEPS, dict[int, torch.Tensor]()
+        if plan is not None and self._quiet:
+            steps, hosts = plan.packed_steps, plan.hosts
+        self.at.follow(steps, hosts, self._store.within, self.segments.calls)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""
@@ -354,7 +357,7 @@ class DueMoves:
                 host = store.offload(saved, planned.hosts[number])
                 if host is not None:
                     planned.hosts[number] = host
-                elif store.pending(saved):
+                elif store.pending(saved) and not saved.departs:
                     self.overdue[number] = planned.hosts[number]
         for number in due.evict:
             if number in self.overdue:

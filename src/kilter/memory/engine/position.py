@@ -1,9 +1,9 @@
 """Where the present pass is in its plan.
 
-The compiled library sees to the events of a pass by itself, as long as they are those that the plan
-expects (`position.h`): a tensor is saved that autograd keeps, or that moves later, or one is used,
-or tensors leave that are recomputed alone. It calls Python where a copy is due, or where backward
-needs what is not there. Without it the engine looks at each event.
+The compiled library sees to the events of a pass by itself, as long as they are those that the
+plan expects (`position.h`): a tensor is saved that autograd keeps, or that moves later, or one is
+used, or some leave or come back. It calls Python for what is out of the ordinary, and where
+backward needs what is to be recomputed. Without it the engine looks at each event.
 """
 
 from __future__ import annotations
@@ -32,9 +32,16 @@ class Position:
         self.event = 0
         """How many events the pass had under its plan."""
 
-    def follow(self, steps: tuple[bytes, bytes], within: weakref.ref[Any], calls: Any) -> None:
-        """From here on these are the steps (`packed_steps`), of this pass. `calls` are those of
-        modules, where some are recomputed, or None."""
+    def follow(
+        self,
+        steps: tuple[bytes, bytes],
+        hosts: dict[int, Any],
+        within: weakref.ref[Any],
+        calls: Any,
+    ) -> None:
+        """From here on these are the steps (`packed_steps`), of this pass, with host memory for
+        what they offload, by number. `calls` are those of modules, where some are recomputed, or
+        None."""
 
 
 class StepKind(IntEnum):

@@ -71,18 +71,16 @@ class ReadyStep(NamedTuple):
 
 
 def packed_steps(steps: Sequence[ReadyStep]) -> tuple[bytes, bytes]:
-    """What the compiled library needs of these events, as `position.h` reads it, and the tensors
-    that leave for their recipes."""
-    by_recipe = {step.number for step in steps if step.recomputed}
-    packed, leave = [], list[int]()
+    """What the compiled library needs of these events, as `moves.h` reads it, and the numbers of
+    the tensors that are due at them."""
+    packed, due = [], list[int]()
     for step in steps:
-        due = step.due or NOTHING_DUE
-        moves = bool(due.offload or due.prefetch) or not by_recipe.issuperset(due.evict)
-        evict = () if moves else due.evict
-        numbers = use_code(step.number), step.kind, step.called, step.read, step.version, moves
-        packed.append(struct.pack("=9q", step.expected, *numbers, len(leave), len(evict)))
-        leave += evict
-    return b"".join(packed), struct.pack(f"={len(leave)}q", *leave)
+        numbers = use_code(step.number), step.kind, step.called, step.read, step.version
+        moves = step.due or NOTHING_DUE
+        packed.append(struct.pack("=10q", step.expected, *numbers, len(due), *map(len, moves)))
+        for several in moves:
+            due += several
+    return b"".join(packed), struct.pack(f"={len(due)}q", *due)
 
 
 @dataclass(slots=True)

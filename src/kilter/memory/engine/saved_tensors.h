@@ -25,22 +25,25 @@ namespace {
 
 using at::Tensor;
 
-constexpr long long kResident = 0, kEvicted = 2;  // RESIDENT and EVICTED of store.py
+constexpr long long kResident = 0, kPrefetching = 1, kEvicted = 2;  // of store.py
 
 // Of Python; never freed.
 struct Names {
-  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *recipe, *leaf, *output;
+  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *leaf,
+      *output;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
-      *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage;
+      *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
+      *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *out_bytes, *in_bytes;
 };
 Names names;
 
-// Where `Saved` and `Transfer` of store.py, and `Recipe` of recompute.py, have their attributes.
+// Where `Saved` and `Transfer` of store.py, `Recipe` of recompute.py and `HeldSource` of
+// operation_graph.py have their attributes.
 struct Slots {
   Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
-      state, transfer, recipe, calls, store, departure, closed, sources, parameters, in_backward,
-      told;
+      state, transfer, recipe, calls, store, host, pooled, departure, arrival, closed, sources,
+      parameters, in_backward, told, read_tensor, read_version;
 };
 Slots slots;
 
@@ -72,29 +75,33 @@ long long number_in(PyObject* saved, Py_ssize_t offset) {
 }
 
 void name(const py::object& itself, const py::object& saved, const py::object& view,
-          const py::object& transfer, const py::object& recipe, const py::object& leaf,
-          const py::object& output) {
+          const py::object& transfer, const py::object& recipe, const py::object& source,
+          const py::object& leaf, const py::object& output) {
   const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
   const auto text = PyUnicode_InternFromString;
   const auto torch = py::module_::import("torch");
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
-           own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(recipe),
-           own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
+           own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(transfer),
+           own(recipe), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
            text("evicted"), text("evicted_bytes"), text("_dependents"), text("backend"),
-           text("spoils"), text("untyped_storage")};
+           text("spoils"), text("untyped_storage"), text("ask"), text("_tell"), text("waits"),
+           text("stream"), text("wait"), text("copy_out"), text("copy_in"), text("room_like"),
+           text("out_bytes"), text("in_bytes")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };
-  const auto storage = of(saved), copies = of(transfer), made = of(recipe);
+  const auto storage = of(saved), copies = of(transfer), made = of(recipe), read = of(source);
   slots = {storage("within"), storage("number"), storage("size_bytes"), storage("key"),
            storage("alias"), storage("version"), storage("plain"), storage("touched"),
            storage("cast"), storage("handed_out"), storage("state"), storage("transfer"),
-           storage("recipe"), storage("calls"), storage("store"), copies("departure"),
-           made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told")};
+           storage("recipe"), storage("calls"), storage("store"), copies("host"),
+           copies("pooled"), copies("departure"), copies("arrival"),
+           made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told"),
+           read("tensor"), read("version")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.

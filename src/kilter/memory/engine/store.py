@@ -129,6 +129,11 @@ class Saved:
         return None if self.transfer is None else self.transfer.host
 
     @property
+    def departs(self) -> bool:
+        """A copy to the host was started, and what it holds is right."""
+        return self.transfer is not None and self.transfer.departure is not None
+
+    @property
     def unchanged(self) -> bool:
         """The storage was not written to since it was saved."""
         if self.touched:
@@ -140,8 +145,7 @@ class Saved:
         """Only the engine can reach the bytes any more."""
         if self.alias is None or self.state != RESIDENT:
             return True
-        copied = self.transfer is not None and self.transfer.departure is not None
-        return (copied and not self.handed_out) or self.store.alone(self.alias)
+        return (self.departs and not self.handed_out) or self.store.alone(self.alias)
 
 
 class Itself(weakref.ref["torch.Tensor"]):
@@ -299,7 +303,7 @@ class Store:
         """From here on have the compiled library do what it can, if there is one."""
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
-            self.compiled.name(Itself, Saved, View, Transfer, Recipe, LEAF, OUTPUT)
+            self.compiled.name(Itself, Saved, View, Transfer, Recipe, HeldSource, LEAF, OUTPUT)
 
     # Save and read
 
@@ -391,7 +395,7 @@ class Store:
         be freed.
         """
         alias, transfer = saved.alias, saved.transfer
-        if alias is None or (transfer is not None and transfer.departure is not None):
+        if alias is None or saved.departs:
             return None
         if not self._may_go(saved, alias) or not self.alone(alias):
             return None
@@ -425,7 +429,7 @@ class Store:
         alias, transfer = saved.alias, saved.transfer
         if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
             return False
-        if transfer is not None and transfer.departure is not None:
+        if saved.departs:
             return True  # it is there already
         if transfer is None:
             transfer = saved.transfer = Transfer()
@@ -519,7 +523,7 @@ class Store:
         if saved.state != EVICTED or transfer is None or transfer.host is None:
             return
         host = transfer.host
-        alias = self._with_room(lambda: self.backend.alloc_like(host))
+        alias = self.room_like(host)
         arrival = self.backend.copy_in(alias, host)
         saved.alias, transfer.arrival, saved.state = alias, arrival, PREFETCHING
         self.counts.in_bytes += saved.size_bytes
@@ -559,6 +563,10 @@ class Store:
         saved.alias, saved.key, saved.state = alias, key, RESIDENT
         self._resident[key] = saved.itself
         self.counts.evicted -= 1
+
+    def room_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Device memory for what was copied here."""
+        return self._with_room(lambda: self.backend.alloc_like(host))
 
     def _with_room(self, take: Callable[[], T]) -> T:
         """Allocate. Where memory is exhausted, first collect the garbage that was left while the

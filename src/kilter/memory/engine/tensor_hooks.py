@@ -102,13 +102,13 @@ class TensorHooks:
         lent: list[Any],
         followed: dict[int, Any],
         read: Callable[[Tensor], Recipe | None],
-        attend: Callable[[Saved | None], None],
+        attend: Callable[[bool, Saved | None], None],
     ) -> Any:
         """From here on have the compiled library do what it can, if there is one, and its
         `Position`; else None. It adds the tensors that it takes over to those `followed`, by
-        number; `read` gives their recipes. It calls `attend` after an event at which a copy is due,
-        or while something is `overdue`, and with a tensor that backward needs and that is not
-        there. While something is `lent` it leaves all to Python."""
+        number; `read` gives their recipes. It calls `attend` after an event at which it could not
+        carry out all that is due or `overdue`, and with a tensor that backward needs and that is
+        not there. While something is `lent` it leaves all to Python."""
         store = self._store
         store.use_library()
         if store.compiled is not None:
@@ -117,11 +117,11 @@ class TensorHooks:
                 lent,
                 self._fence,
                 self._device,
-                self._min_bytes,
                 store,
                 followed,
                 read,
-                attend if self._fence is None else self._fence(attend),
+                attend,
+                self._min_bytes,
                 store.lone_users,
             )
         return self._position

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kilter.memory.engine import CpuStandIn, Swapper, recording  # noqa: E402
+from kilter.memory.engine.modified import Modified  # noqa: E402
 from kilter.memory.engine.operation_graph import HeldSource  # noqa: E402
 from kilter.memory.engine.pass_record import use_code  # noqa: E402
 from kilter.memory.engine.pass_under_plan import DueMoves  # noqa: E402
@@ -685,7 +686,9 @@ class Moving:
         recipe.sources = recipe.closed = (self.source,)
         recipe.parameters, recipe.in_backward, recipe.told = (), False, False
         self.saved.recipe = recipe
-        self.bits = self.saved.alias.clone()
+        self.bits = bits = self.saved.alias.clone()
+        recipe.dtype, recipe.size, recipe.stride = bits.dtype, bits.size(), bits.stride()
+        recipe._make = bits.clone
         flat = self.store.backend.reserve(SIZE)
         self.hosts = {7: flat.view(torch.float32).view(32, 32)}
         if self.walk is not None:
@@ -744,6 +747,7 @@ class Moving:
             self.saved.state,
             self.saved.alias is None,
             self.saved.handed_out,
+            self.saved.recipe is None,
             self.saved.key in self.store._resident,
             self.recipe.told,
             told == [[self.saved]],
@@ -754,7 +758,7 @@ class Moving:
 
 
 TRANSFER = "host", "departure", "arrival", "pooled"
-MOVED = "evicted", "evicted_bytes", "out_bytes", "in_bytes"
+MOVED = "evicted", "evicted_bytes", "recomputed", "out_bytes", "in_bytes"
 OFFLOAD, EVICT, PREFETCH = Due((7,), (), ()), Due((), (7,), ()), Due((), (), (7,))
 
 
@@ -829,6 +833,7 @@ MOVING: dict[str, tuple[list[Due | Callable[[Moving], None]], int]] = {
     "it leaves in backward alone": ([sets("in_backward", of="recipe"), EVICT], RESIDENT),
     "it reads a parameter": ([reads_a_parameter, EVICT], EVICTED),
     "it reads one that was written to": ([reads_a_parameter, writes_to_it, EVICT], RESIDENT),
+    "it is recomputed": ([EVICT, Moving.used], RESIDENT),
     "a call makes it": ([with_a_call, EVICT, Moving.used], RESIDENT),
     "no recipe was read": ([without_recipe, EVICT], RESIDENT),
     "nobody asks for it": ([forget, OFFLOAD, EVICT, PREFETCH], RESIDENT),
@@ -884,6 +889,22 @@ def test_while_operations_are_recorded_python_sees_to_it(both: tuple[Any, Any]) 
     finally:
         recording.stop()
     assert moving.saved.state != EVICTED
+
+
+def test_where_what_a_recipe_reads_was_modified_python_raises(both: tuple[Any, Any]) -> None:
+    moving = Moving(both[0])
+    moving.carry_out(EVICT)
+
+    def fail() -> Tensor:
+        raise Modified(moving.bits, 0)
+
+    moving.recipe._make = fail
+    moving.walk.attend = lambda moves, saved: None
+    moving.walk.expect(ReadyStep(use_code(7), number=7))
+    assert in_backward(lambda: moving.walk.at.use(moving.view)) is None
+    assert not moving.walk.fence.down
+    moving.recipe._make = moving.bits.clone
+    assert torch.equal(moving.store.hand_out(moving.view), moving.bits)
 
 
 @pytest.mark.parametrize("name", ["copy_out", "wait", "alloc_like", "copy_in"])

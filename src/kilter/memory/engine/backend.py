@@ -57,6 +57,9 @@ class Backend(Protocol):
     """The engine calls it with the bytes that saved tensors hold, whenever it takes or evicts some
     (the compiled library does not tell); None: the backend keeps no account of its own."""
 
+    def use_library(self, compiled: Any) -> None:
+        """From here on have the compiled library do what it can."""
+
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
 
@@ -145,6 +148,9 @@ class CpuStandIn:
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._issued = 0
+
+    def use_library(self, compiled: Any) -> None:
+        pass
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         import torch

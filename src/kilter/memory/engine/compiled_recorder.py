@@ -35,10 +35,7 @@ LONGEST_BUILD_S = 300
 BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
-_SOURCES = (
-    _SOURCE,
-    *(Path(__file__).with_name(name) for name in ("saved_tensors.h", "moves.h", "position.h")),
-)
+_SOURCES = _SOURCE, *sorted(_SOURCE.parent.glob("*.h"))
 
 
 def library() -> Any:

@@ -81,20 +81,36 @@ class _Lane:
         self._issued = 0
         self._waited: dict[int, int] = {}
         """It names, for each stream, the last copy that the stream waited for."""
+        self._calls: Any = None
+        """The compiled library starts copies; None: Python does."""
+
+    def use_library(self, compiled: Any) -> None:
+        """From here on the compiled library starts copies."""
+        if self._calls is None:
+            driver = self._driver
+            calls = (driver.copy, driver.record, driver.hold)
+            addresses = (ctypes.cast(call, ctypes.c_void_p).value for call in calls)
+            self._calls = compiled.CopyCalls(*addresses, self._stream, self._ready)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> CopyEvent:
         """Of as many bytes, dense on both sides."""
-        driver, stream = self._driver, self._stream
         number = self._issued = self._issued + 1
-        failed = (
-            driver.record(self._ready, compute)
-            or driver.hold(stream, self._ready, 0)
-            or driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
-            or driver.record(self._done[number % self.RING], stream)
-        )
+        calls = self if self._calls is None else self._calls
+        failed = calls.start(target, source, compute, self._done[number % self.RING])
         if failed:
             raise DeviceError(f"a copy between host and device failed (CUDA: {failed})")
         return self, number
+
+    def start(self, target: torch.Tensor, source: torch.Tensor, compute: int, done: int) -> int:
+        """Start a copy after what was issued to `compute`; its end is the event `done`. The
+        driver's error, or 0."""
+        driver, stream = self._driver, self._stream
+        return int(
+            driver.record(self._ready, compute)
+            or driver.hold(stream, self._ready, 0)
+            or driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
+            or driver.record(done, stream)
+        )
 
     def wait(self, number: int, compute: int) -> None:
         if self._waited.get(compute, 0) < number:
@@ -172,6 +188,10 @@ class Cuda:
             raise NoDevice("PyTorch sees no CUDA device")
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         return cls(device, _Lane(device), _Lane(device), host)
+
+    def use_library(self, compiled: Any) -> None:
+        for lane in (self._out, self._in):
+            lane.use_library(compiled)
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)

@@ -287,19 +287,39 @@ bool times_waits(const Position* self) {
   return !attribute(self->held.store, names.waits).is_none();
 }
 
-// `Store.fetch`, of what was prefetched.
-void fetch(const Position* self, PyObject* saved) {
-  if (number_in(saved, slots.state) != kPrefetching || times_waits(self)) return;
-  const auto alias = py::reinterpret_borrow<py::object>(slot(saved, slots.alias));
-  if (!ordinary(alias.ptr())) return;
-  ask(self, of_backend(self, names.wait).ptr(), slot(slot(saved, slots.transfer), slots.arrival));
+// `Store._arrived`, of an ordinary tensor.
+void arrive(const Position* self, PyObject* saved, const py::object& alias) {
   PyObject* const arguments[] = {alias.ptr(), slot(saved, slots.version)};
   put(saved, slots.key, arrived(nullptr, arguments, 2));
+  put(saved, slots.alias, alias.inc_ref().ptr());
   const auto resident = attribute(self->held.store, names.resident);
   const auto itself = owned(PyWeakref_NewRef(saved, nullptr));
   if (PyDict_SetItem(resident.ptr(), slot(saved, slots.key), itself.ptr())) throw python_error();
   put(saved, slots.state, PyLong_FromLongLong(kResident));
   add(attribute(self->held.store, names.counts).ptr(), names.evicted, -1);
+}
+
+// `Store.fetch`, of what was prefetched, or leaves nothing on the host and has a recipe of its own.
+void fetch(const Position* self, PyObject* saved) {
+  PyObject* transfer = slot(saved, slots.transfer);
+  if (number_in(saved, slots.state) == kPrefetching && !times_waits(self)) {
+    const auto alias = py::reinterpret_borrow<py::object>(slot(saved, slots.alias));
+    if (!ordinary(alias.ptr())) return;
+    ask(self, of_backend(self, names.wait).ptr(), slot(transfer, slots.arrival));
+    arrive(self, saved, alias);
+  } else if (number_in(saved, slots.state) == kEvicted && transfer == Py_None &&
+             of_class(slot(saved, slots.recipe), names.recipe)) {
+    const auto recipe = py::reinterpret_borrow<py::object>(slot(saved, slots.recipe));
+    const auto alias = ask(self, attribute(self->held.store, names.remade).ptr(), recipe.ptr());
+    if (alias.is_none() || !ordinary(alias.ptr())) return;
+    arrive(self, saved, alias);
+    put(saved, slots.recipe, Py_NewRef(Py_None));
+    const auto counts = attribute(self->held.store, names.counts);
+    const long long size_bytes = number_in(saved, slots.size_bytes);
+    add(counts.ptr(), names.recomputed, 1);
+    add(counts.ptr(), names.evicted_bytes, -size_bytes);
+    hold(counts.ptr(), size_bytes);
+  }
 }
 
 void note_overdue(const Position* self, PyObject* number, PyObject* host) {

@@ -1,6 +1,6 @@
 // Records the operations that run in the call of a module, and runs them again: what recording.py
 // does, without Python for each operation. What holds for an operation is asked of Python once.
-// Built with it is saved_tensors.h.
+// Built with it are saved_tensors.h, moves.h, position.h and lane.h.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -12,6 +12,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "lane.h"
 #include "position.h"
 #include "saved_tensors.h"
 
@@ -625,5 +626,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("name", &name);
   PyModule_AddFunctions(m.ptr(), recording_functions);
   PyModule_AddFunctions(m.ptr(), saved_tensor_functions);
+  py::class_<CopyCalls>(m, "CopyCalls")
+      .def(py::init<Address, Address, Address, Address, Address>())
+      .def("start", &CopyCalls::start);
   m.attr("Position") = py::reinterpret_steal<py::object>(PyType_FromSpec(&position_type));
 }

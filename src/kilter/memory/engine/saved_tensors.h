@@ -34,7 +34,8 @@ struct Names {
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
-      *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *out_bytes, *in_bytes;
+      *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *remade,
+      *recomputed, *out_bytes, *in_bytes;
 };
 Names names;
 
@@ -90,7 +91,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("evicted"), text("evicted_bytes"), text("_dependents"), text("backend"),
            text("spoils"), text("untyped_storage"), text("ask"), text("_tell"), text("waits"),
            text("stream"), text("wait"), text("copy_out"), text("copy_in"), text("room_like"),
-           text("out_bytes"), text("in_bytes")};
+           text("remade"), text("recomputed"), text("out_bytes"), text("in_bytes")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };

@@ -304,6 +304,7 @@ class Store:
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
             self.compiled.name(Itself, Saved, View, Transfer, Recipe, HeldSource, LEAF, OUTPUT)
+            self.backend.use_library(self.compiled)
 
     # Save and read
 
@@ -534,8 +535,8 @@ class Store:
         """Make the bytes resident now: wait for their copy, or recompute them."""
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
-            recompute = partial(recipe.recompute, saved)
             made_bytes = 0
+            recompute = partial(recipe.recompute, saved)
             for one, alias in self._with_room(lambda: self.carried_out(recompute)):
                 self._arrived(one, alias)
                 one.recipe = None  # lets go of what it reads; one that is to be tried stays
@@ -563,6 +564,12 @@ class Store:
         saved.alias, saved.key, saved.state = alias, key, RESIDENT
         self._resident[key] = saved.itself
         self.counts.evicted -= 1
+
+    def remade(self, recipe: Recipe) -> torch.Tensor | None:
+        """What a recipe of its own makes; None if what it reads was modified."""
+        with contextlib.suppress(Modified):
+            return self._with_room(lambda: self.carried_out(recipe.make))
+        return None
 
     def room_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for what was copied here."""

@@ -1,0 +1,45 @@
+// The calls of the driver that start a copy between host and device: `_Lane` of cuda.py, which
+// gives their addresses.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+
+namespace {
+
+using Address = std::uintptr_t;
+
+class CopyCalls {
+ public:
+  // `ready` is an event of the stream's own.
+  CopyCalls(Address copy, Address record, Address hold, Address stream, Address ready)
+      : copy_(reinterpret_cast<Copy>(copy)),
+        record_(reinterpret_cast<Record>(record)),
+        hold_(reinterpret_cast<Hold>(hold)),
+        stream_(reinterpret_cast<void*>(stream)),
+        ready_(reinterpret_cast<void*>(ready)) {}
+
+  // `_Lane.start`: the driver's error, or 0.
+  int start(const at::Tensor& target, const at::Tensor& source, Address compute, Address done) const {
+    py::gil_scoped_release released;
+    int failed = record_(ready_, reinterpret_cast<void*>(compute));
+    if (!failed) failed = hold_(stream_, ready_, 0);
+    if (!failed) failed = copy_(target.data_ptr(), source.data_ptr(), target.nbytes(), stream_);
+    if (!failed) failed = record_(reinterpret_cast<void*>(done), stream_);
+    return failed;
+  }
+
+ private:
+  using Copy = int (*)(void*, void*, size_t, void*);
+  using Record = int (*)(void*, void*);
+  using Hold = int (*)(void*, void*, unsigned);
+  Copy copy_;
+  Record record_;
+  Hold hold_;
+  void *stream_, *ready_;
+};
+
+}  // namespace

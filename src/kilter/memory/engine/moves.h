@@ -353,8 +353,10 @@ bool catch_up(const Position* self) {
 // `DueMoves.carry_out`. False: Python has to see to some.
 bool carry_out(const Position* self, const PlannedStep& step) {
   if (times_waits(self)) return false;
-  if (ask(self, of_backend(self, names.stream).ptr()).is_none()) return true;  // being captured
-  bool all = PyDict_GET_SIZE(self->held.overdue) == 0 || catch_up(self);
+  const auto late = PyDict_GET_SIZE(self->held.overdue);
+  if (step.offloads || step.prefetches || late)
+    if (ask(self, of_backend(self, names.stream).ptr()).is_none()) return true;  // being captured
+  bool all = !late || catch_up(self);
   const auto due = py::reinterpret_borrow<py::object>(self->held.due);
   const auto* next = reinterpret_cast<const long long*>(PyBytes_AS_STRING(due.ptr())) + step.due_begin;
   for (long long i = 0; i < step.offloads; i++) {

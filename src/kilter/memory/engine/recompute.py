@@ -235,7 +235,9 @@ class Reader:
         memory, left_bytes = self._memory, COPIED_SHARE * size_bytes
         small: list[HeldSource] = []
         sized = [(_size_of(held), place) for place, (held, _) in enumerate(self._held)]
-        for held_bytes, place in sorted(sized):
+        if len(sized) > 1:
+            sized.sort()
+        for held_bytes, place in sized:
             held, saved = self._held[place]
             plain = held.take is None
             if held.changed or (plain and memory.was_touched(held.tensor)):

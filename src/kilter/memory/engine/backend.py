@@ -54,8 +54,8 @@ class Backend(Protocol):
     shows_waits: bool
     """Two marks around a `wait` show how long the device waited for the copy."""
     holds: Callable[[int], None] | None
-    """The engine calls it with the bytes that saved tensors hold, whenever it takes or evicts some
-    (the compiled library does not tell); None: the backend keeps no account of its own."""
+    """The engine calls it with the bytes that saved tensors hold, whenever it takes or evicts some;
+    None: the backend keeps no account of its own."""
 
     def use_library(self, compiled: Any) -> None:
         """From here on have the compiled library do what it can."""

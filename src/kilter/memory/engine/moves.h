@@ -90,7 +90,7 @@ void set_attribute(PyObject* object, PyObject* name, long long value) {
 }
 
 // `SavedBytes.hold` of saved_bytes.py.
-void hold(PyObject* counts, long long change_bytes) {
+void hold(const Position* self, PyObject* counts, long long change_bytes) {
   const long long held_bytes = integer(counts, names.held_bytes) + change_bytes;
   set_attribute(counts, names.held_bytes, held_bytes);
   const long long all_bytes = held_bytes + integer(counts, names.beside_bytes);
@@ -99,7 +99,7 @@ void hold(PyObject* counts, long long change_bytes) {
     set_attribute(counts, peak_bytes, all_bytes);
   }
   const auto tell = attribute(counts, names.tell);
-  if (!tell.is_none()) owned(PyObject_CallOneArg(tell.ptr(), py::int_(all_bytes).ptr()));
+  if (!tell.is_none()) ask(self, tell.ptr(), py::int_(all_bytes).ptr());
 }
 
 void add(PyObject* counts, PyObject* name, long long more) {
@@ -199,7 +199,7 @@ void leave(const Position* self, PyObject* saved, const py::object& alias) {
     const auto storage = owned(PyObject_CallMethodNoArgs(alias.ptr(), names.untyped_storage));
     owned(PyObject_CallMethodOneArg(backend.ptr(), names.evicted, storage.ptr()));
   }
-  hold(counts.ptr(), -size_bytes);
+  hold(self, counts.ptr(), -size_bytes);
 }
 
 enum class Tried { kDone, kNotYet, kLeftToPython };
@@ -279,7 +279,7 @@ void prefetch(const Position* self, PyObject* saved) {
   const long long size_bytes = number_in(saved, slots.size_bytes);
   add(counts.ptr(), names.in_bytes, size_bytes);
   add(counts.ptr(), names.evicted_bytes, -size_bytes);
-  hold(counts.ptr(), size_bytes);
+  hold(self, counts.ptr(), size_bytes);
 }
 
 // Waits for copies are timed.
@@ -318,7 +318,7 @@ void fetch(const Position* self, PyObject* saved) {
     const long long size_bytes = number_in(saved, slots.size_bytes);
     add(counts.ptr(), names.recomputed, 1);
     add(counts.ptr(), names.evicted_bytes, -size_bytes);
-    hold(counts.ptr(), size_bytes);
+    hold(self, counts.ptr(), size_bytes);
   }
 }
 

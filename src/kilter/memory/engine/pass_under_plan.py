@@ -3,7 +3,7 @@ and the moves that the plan has due at each event are issued.
 
 Under a plan the host's time counts: a job that issues its work just in time has none to spare. So
 tensors that the plan leaves alone are handed to autograd as they are, and an event costs one look
-at a list. Where the compiled library is there, most events do not come here at all (`position.py`).
+at a list. Where the compiled library is there, hardly one comes here (`position.py`).
 """
 
 from __future__ import annotations

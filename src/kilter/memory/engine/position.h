@@ -147,7 +147,7 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
       PyDict_SetItem(self->held.followed, number.ptr(), itself))
     throw python_error();
   const auto counts = attribute(self->held.store, names.counts);
-  hold(counts.ptr(), step.expected);
+  hold(self, counts.ptr(), step.expected);
   set_attribute(counts.ptr(), names.alive, integer(counts.ptr(), names.alive) + 1);
   put(saved, slots.store, Py_NewRef(self->held.store));
   if (step.called && self->held.calls != Py_None) {
@@ -184,7 +184,7 @@ PyObject* save(PyObject* object, PyObject* tensor) {
     try {
       given = take_over(self, now, tensor, within.ptr(), PyTuple_GET_ITEM(packed.ptr(), 0),
                         PyTuple_GET_ITEM(packed.ptr(), 1));
-    } catch (const Aside&) {  // nothing was taken over yet
+    } catch (const Aside&) {  // Python has autograd keep it
     }
   }
   if (given.is_none()) return packed.release().ptr();

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from kilter.core import codec
 from kilter.core.files import open_file
+from kilter.core.own_file import OwnFile
 
 WEIGHTS = b"weights" * 1000
 
@@ -19,12 +21,12 @@ class Taken:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file: BinaryIO | None = None
+        self.file: FileIO | None = None
 
     def __call__(self, number: int) -> None:
-        os.close(number)
-        self.file = self.path.open("wb", buffering=0)
-        assert self.file.fileno() == number
+        with self.path.open("wb", buffering=0) as file:
+            os.dup2(file.fileno(), number)
+        self.file = FileIO(number, "wb")
         self.file.write(WEIGHTS)
 
     def untouched(self) -> bool:
@@ -33,6 +35,34 @@ class Taken:
         self.file.write(b".")
         self.file.close()
         return self.path.read_bytes() == WEIGHTS + b"."
+
+
+def test_the_files_that_a_program_opens_do_not_get_our_numbers(tmp_path: Path) -> None:
+    ours = OwnFile.open(tmp_path / "ours", os.O_WRONLY | os.O_CREAT)
+    number = ours.number
+    assert number is not None
+    os.close(number)
+    files = [(tmp_path / f"checkpoint-{n}").open("wb") for n in range(24)]
+    assert number not in [file.fileno() for file in files]
+    for file in files:
+        file.close()
+    assert ours.number is None
+    ours.reopen(tmp_path / "ours", os.O_WRONLY)
+    assert ours.number == number
+    ours.close()
+
+
+def test_where_numbers_are_few_a_file_stays_where_it_is(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, before[1]))
+    try:
+        ours = OwnFile.open(tmp_path / "ours", os.O_WRONLY | os.O_CREAT)
+        assert ours.number == lowest
+        ours.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_file_that_is_being_read_is_not_mistaken_for_the_programs(tmp_path: Path) -> None:

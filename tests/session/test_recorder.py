@@ -137,10 +137,36 @@ def test_an_interrupt_leaves_whole_lines(
 
 def close_and_reuse(path: Path) -> int:
     """What a daemon does: close what it does not know, open files of its own."""
-    os.closerange(3, 256)
+    os.closerange(3, 4096)
     files = [os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(64)]
     os.write(files[0], b"a checkpoint")
     return files[0]
+
+
+def test_files_that_are_opened_as_a_line_is_written_get_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread of the program closes ours after we have looked, and opens its own."""
+    record, write, files = Recorder(tmp_path / "events.jsonl"), os.write, list[int]()
+
+    def overtaken(number: int, data: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        os.close(number)
+        opened = (os.open(tmp_path / f"{n}", os.O_WRONLY | os.O_CREAT) for n in range(24))
+        files.extend(opened)
+        return write(number, data)
+
+    record(refused(1))
+    monkeypatch.setattr(os, "write", overtaken)
+    record(refused(2))
+    record(refused(3))
+    assert record.lost is None
+    record.close()
+    found = [recorder.msgspec.json.decode(line)["t_s"] for line in lines(record.path)]
+    assert found == [1.0, 2.0, 3.0]
+    for number, file in enumerate(files):
+        os.close(file)
+        assert (tmp_path / f"{number}").read_bytes() == b""
 
 
 def in_a_child(function: Callable[[], None]) -> None:

@@ -1,9 +1,10 @@
 """A descriptor that we keep open in somebody else's program.
 
 A program may close every descriptor that it does not know, as daemons do (`os.closerange`), and
-the files that it opens next get our numbers. What we wrote then would land in a checkpoint. So the
-device and the inode of what we have opened are compared before every use. A descriptor that is not
-ours any more is forgotten, and never closed.
+the files that it opens next get the lowest numbers that are free. What we wrote then could land in
+a checkpoint. So ours have high numbers, to which few programs come, also while one thread closes
+them and another one is about to write. And the device and the inode of what we have opened are
+compared before every use. A descriptor that is not ours any more is forgotten, and never closed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import errno
 import fcntl
 import io
 import os
+import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _FIRST = 3
 """The numbers below are for standard input, output and error, also while those are closed."""
+_END = 1024
+"""`select` watches no descriptors from this number on."""
+_OURS = 64
+"""So many numbers are set apart for us, where the process may have that many."""
 
 
 class OwnFile:
@@ -24,10 +31,7 @@ class OwnFile:
 
     def __init__(self, number: int) -> None:
         self._what = identity(number)
-        self._number: int | None = number
-        if number < _FIRST:
-            self._number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FIRST)
-            os.close(number)
+        self._number: int | None = _moved(number)
 
     @classmethod
     def open(cls, path: Path, flags: int, mode: int = 0o600) -> OwnFile:
@@ -46,7 +50,7 @@ class OwnFile:
         `OSError`."""
         number = os.open(path, flags | os.O_CLOEXEC)
         if identity(number) == self._what:
-            self._number = number
+            self._number = _moved(number)
         else:
             os.close(number)
 
@@ -93,6 +97,19 @@ class OwnStream(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+def _moved(number: int) -> int:
+    """The same file under a number of ours. Where none is free it stays where it is, but not among
+    the standard ones."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for least in (min(most, _END) - _OURS, _FIRST):
+        if least > number:
+            with suppress(OSError):
+                moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
+                os.close(number)
+                return moved
+    return number
 
 
 def identity(number: int) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -47,11 +48,21 @@ class Recorder:
             if self.lost is not None or self._closed:
                 return
             try:
-                self._append(line)
+                self._append_now_or_again(line)
             except OSError as error:
                 if error.errno is None:  # of a signal handler of the program, say a TimeoutError
                     raise
                 self.lost = f"{self.path}: {error.strerror}"
+
+    def _append_now_or_again(self, line: bytes) -> None:
+        """Another thread of the program may close the file at this very moment."""
+        try:
+            self._append(line)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            noted = self._writing is not None and self._writing[1].endswith(line)
+            self._append(b"" if noted else line)
 
     def _append(self, line: bytes) -> None:
         if self._file.number is None:

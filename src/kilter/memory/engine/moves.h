@@ -27,7 +27,7 @@ struct PlannedStep {
 constexpr long long kKept = 0, kTaken = 1, kRecomputed = 2;
 
 // Of the pass under its plan; all are held.
-struct Held {
+struct References {
   PyObject *overdue;  // dict: by number, what the program holds yet, as `DueMoves.overdue`
   PyObject *lent;     // list: while something is in it, all is left to Python
   PyObject *fence;    // of kilter, or None
@@ -41,13 +41,13 @@ struct Held {
   PyObject *within;       // weak reference to the present pass, or None
   PyObject *calls;        // `ModuleCalls`, or None
 };
-constexpr Py_ssize_t kGiven = offsetof(Held, steps) / sizeof(PyObject*);
-constexpr Py_ssize_t kHeld = sizeof(Held) / sizeof(PyObject*);
+constexpr Py_ssize_t kGiven = offsetof(References, steps) / sizeof(PyObject*);
+constexpr Py_ssize_t kReferences = sizeof(References) / sizeof(PyObject*);
 
 struct Position {
   PyObject_HEAD
   long long event;
-  Held held;
+  References held;
   size_t least_bytes;
   long lone_users;       // the storage of a tensor that nobody else holds has so many users
   c10::StreamId stream;  // of the pass
@@ -204,11 +204,6 @@ void leave(const Position* self, PyObject* saved, const py::object& alias) {
 
 enum class Tried { kDone, kNotYet, kLeftToPython };
 
-bool same_layout(const Tensor& one, const Tensor& other) {
-  return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
-         one.strides() == other.strides();
-}
-
 py::object new_transfer() {
   auto* type = reinterpret_cast<PyTypeObject*>(names.transfer);
   auto made = owned(type->tp_alloc(type, 0));
@@ -310,7 +305,7 @@ void fetch(const Position* self, PyObject* saved) {
   } else if (number_in(saved, slots.state) == kEvicted && transfer == Py_None &&
              of_class(slot(saved, slots.recipe), names.recipe)) {
     const auto recipe = py::reinterpret_borrow<py::object>(slot(saved, slots.recipe));
-    const auto alias = ask(self, attribute(self->held.store, names.remade).ptr(), recipe.ptr());
+    const auto alias = ask(self, attribute(self->held.store, names.recompute).ptr(), recipe.ptr());
     if (alias.is_none() || !ordinary(alias.ptr())) return;
     arrive(self, saved, alias);
     put(saved, slots.recipe, Py_NewRef(Py_None));

@@ -23,7 +23,7 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   Position* self = position_of(made);
-  for (Py_ssize_t i = 0; i < kHeld; i++)
+  for (Py_ssize_t i = 0; i < kReferences; i++)
     held_by(self, i) = Py_NewRef(i < kGiven ? given[i] : Py_None);
   Py_SETREF(self->held.steps, PyBytes_FromString(""));
   self->least_bytes = static_cast<size_t>(least_bytes);
@@ -34,12 +34,12 @@ PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
 
 int visit_position(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
-  for (Py_ssize_t i = 0; i < kHeld; i++) Py_VISIT(held_by(position_of(object), i));
+  for (Py_ssize_t i = 0; i < kReferences; i++) Py_VISIT(held_by(position_of(object), i));
   return 0;
 }
 
 int clear_position(PyObject* object) {
-  for (Py_ssize_t i = 0; i < kHeld; i++) Py_CLEAR(held_by(position_of(object), i));
+  for (Py_ssize_t i = 0; i < kReferences; i++) Py_CLEAR(held_by(position_of(object), i));
   return 0;
 }
 
@@ -65,7 +65,7 @@ PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
   if (self->event == 0) self->stream = present_stream(self);  // a pass begins
   PyObject* const given[] = {PyTuple_GET_ITEM(arguments[0], 0), PyTuple_GET_ITEM(arguments[0], 1),
                              arguments[1], arguments[2], arguments[3]};
-  for (Py_ssize_t i = kGiven; i < kHeld; i++)
+  for (Py_ssize_t i = kGiven; i < kReferences; i++)
     Py_XSETREF(held_by(self, i), Py_NewRef(given[i - kGiven]));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -34,7 +34,7 @@ struct Names {
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
-      *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *remade,
+      *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *recompute,
       *recomputed, *out_bytes, *in_bytes;
 };
 Names names;
@@ -91,7 +91,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("evicted"), text("evicted_bytes"), text("_dependents"), text("backend"),
            text("spoils"), text("untyped_storage"), text("ask"), text("_tell"), text("waits"),
            text("stream"), text("wait"), text("copy_out"), text("copy_in"), text("room_like"),
-           text("remade"), text("recomputed"), text("out_bytes"), text("in_bytes")};
+           text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };
@@ -264,6 +264,11 @@ py::object saved_storage(PyObject* within, PyObject* number, PyObject* size_byte
   return made;
 }
 
+bool same_layout(const Tensor& one, const Tensor& other) {
+  return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
+         one.strides() == other.strides();
+}
+
 // `Store.view`: of the saved storage, its alias, whether that is plain, and the tensor.
 PyObject* view(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
@@ -274,8 +279,7 @@ PyObject* view(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   const auto saved = py::handle(arguments[0]);
   const auto itself = itself_of(object);
   const auto dtype = owned(PyObject_GetAttr(object, names.dtype));
-  if (arguments[2] == Py_True && tensor.scalar_type() == alias.scalar_type() &&
-      tensor.sizes() == alias.sizes() && tensor.strides() == alias.strides())
+  if (arguments[2] == Py_True && same_layout(tensor, alias))
     return tuple_of(names.view, saved, itself, dtype, py::none(), py::tuple(0), py::int_(0));
   return tuple_of(names.view, saved, itself, dtype, numbers(names.size, tensor.sizes()),
                   numbers(plain_tuple, tensor.strides()), py::int_(tensor.storage_offset()));

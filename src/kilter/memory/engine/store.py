@@ -535,8 +535,8 @@ class Store:
         """Make the bytes resident now: wait for their copy, or recompute them."""
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
-            made_bytes = 0
             recompute = partial(recipe.recompute, saved)
+            made_bytes = 0
             for one, alias in self._with_room(lambda: self.carried_out(recompute)):
                 self._arrived(one, alias)
                 one.recipe = None  # lets go of what it reads; one that is to be tried stays
@@ -565,7 +565,7 @@ class Store:
         self._resident[key] = saved.itself
         self.counts.evicted -= 1
 
-    def remade(self, recipe: Recipe) -> torch.Tensor | None:
+    def recompute(self, recipe: Recipe) -> torch.Tensor | None:
         """What a recipe of its own makes; None if what it reads was modified."""
         with contextlib.suppress(Modified):
             return self._with_room(lambda: self.carried_out(recipe.make))

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,4 +49,20 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(compiled_recorder.BUILD, "on")
     compiled_recorder.built_path.cache_clear()
     yield
+    compiled_recorder.built_path.cache_clear()
+
+
+@pytest.fixture
+def both(recorder_is_built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """An engine with the compiled library, and one in Python."""
+    from kilter.memory.engine import CpuStandIn, Swapper, compiled_recorder
+    from kilter.memory.plan.problem import Link
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(recorder_is_built))
+    monkeypatch.setenv(compiled_recorder.BUILD, "on")
+    compiled_recorder.built_path.cache_clear()
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    found = [Swapper(CpuStandIn(), budget_bytes=10**9, link=link, min_bytes=1024) for _ in range(2)]
+    assert found[0].hooks.use_library({}, [], {}, len, len) is not None
+    yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()

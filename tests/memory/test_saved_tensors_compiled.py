@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from kilter.memory.engine import CpuStandIn, Swapper, recording  # noqa: E402
+from kilter.memory.engine import Swapper, recording  # noqa: E402
 from kilter.memory.engine.modified import Modified  # noqa: E402
 from kilter.memory.engine.operation_graph import HeldSource  # noqa: E402
 from kilter.memory.engine.pass_record import use_code  # noqa: E402
@@ -142,22 +142,6 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "a view of a subclass's": lambda: torch.randn(32, 32).as_subclass(Own).t(),
     "a view of a parameter's subclass": lambda: OwnParameter(torch.randn(32, 32)).t(),
 }
-
-
-@pytest.fixture
-def both(recorder_is_built: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """An engine with the compiled library, and one in Python."""
-    from kilter.memory.engine import compiled_recorder
-
-    monkeypatch.setenv("XDG_STATE_HOME", str(recorder_is_built))
-    monkeypatch.setenv(compiled_recorder.BUILD, "on")
-    compiled_recorder.built_path.cache_clear()
-    found = [
-        Swapper(CpuStandIn(), budget_bytes=10**9, link=LINK, min_bytes=MIN_BYTES) for _ in range(2)
-    ]
-    assert found[0].hooks.use_library({}, [], {}, len, len) is not None
-    yield found[0], found[1]
-    compiled_recorder.built_path.cache_clear()
 
 
 def described(value: Any, tensor: Tensor) -> Any:
@@ -320,12 +304,14 @@ class Walk:
         within: Pass | None = None,
         moves: DueMoves | None = None,
         recipe_of: Callable[[Tensor], Any] = lambda _: None,
+        recipes: dict[int, Any] | None = None,
         attend: Callable[[bool, Saved | None], None] = lambda moves, saved: None,
     ) -> None:
         self.fence = Fence(lambda where, error: None)
         self.lent: list[int] = []
         self.attend, self.attended = attend, list[tuple[bool, Saved | None]]()
         self.hosts: dict[int, Tensor] = {}
+        self.recipes = {} if recipes is None else recipes
         self.within = within or engine._store.begin()
         moves = moves or DueMoves(engine._store)
         self.followed = moves.by_number
@@ -359,7 +345,7 @@ class Walk:
         """These are the next events."""
         self.at.event = 0
         within = weakref.ref(self.within)
-        self.at.follow(packed_steps(steps), self.hosts, within, self.calls)
+        self.at.follow(packed_steps(steps), self.hosts, self.recipes, within, self.calls)
 
 
 def test_events_of_the_plan_are_seen_to(both: tuple[Any, Any]) -> None:
@@ -413,7 +399,7 @@ EXCEPTIONS: dict[str, Callable[[Walk], object]] = {
     "kilter stepped aside": down,
     "tensors are lent": lambda walk: walk.lent.append(1),
     "the plan was dropped": lambda walk: walk.at.follow(
-        NO_STEPS, {}, weakref.ref(walk.within), None
+        NO_STEPS, {}, {}, weakref.ref(walk.within), None
     ),
     "the pass is over": gone,
 }
@@ -684,11 +670,11 @@ class Moving:
         self.saved, self.view = self._save(7)
         self.recipe = recipe = Recipe.__new__(Recipe)
         recipe.sources = recipe.closed = (self.source,)
-        recipe.parameters, recipe.in_backward, recipe.told = (), False, False
+        recipe.parameters, recipe.given, recipe.in_backward, recipe.told = (), (), False, False
         self.saved.recipe = recipe
         self.bits = bits = self.saved.alias.clone()
         recipe.dtype, recipe.size, recipe.stride = bits.dtype, bits.size(), bits.stride()
-        recipe._make = bits.clone
+        recipe.making = lambda given: bits.clone()
         flat = self.store.backend.reserve(SIZE)
         self.hosts = {7: flat.view(torch.float32).view(32, 32)}
         if self.walk is not None:
@@ -895,15 +881,15 @@ def test_where_what_a_recipe_reads_was_modified_python_raises(both: tuple[Any, A
     moving = Moving(both[0])
     moving.carry_out(EVICT)
 
-    def fail() -> Tensor:
+    def fail(given: Any) -> Tensor:
         raise Modified(moving.bits, 0)
 
-    moving.recipe._make = fail
+    moving.recipe.making = fail
     moving.walk.attend = lambda moves, saved: None
     moving.walk.expect(ReadyStep(use_code(7), number=7))
     assert in_backward(lambda: moving.walk.at.use(moving.view)) is None
     assert not moving.walk.fence.down
-    moving.recipe._make = moving.bits.clone
+    moving.recipe.making = lambda given: moving.bits.clone()
     assert torch.equal(moving.store.hand_out(moving.view), moving.bits)
 
 

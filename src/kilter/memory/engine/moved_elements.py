@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kilter.memory.engine.operation_graph import (
+    Given,
     Graph,
     Make,
     RecomputeRule,
@@ -26,12 +27,12 @@ def _shaped(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
     if math.prod(node._saved_self_sym_sizes) != math.prod(size):
         return None
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda: source().reshape(size)
+    return None if source is None else lambda given: source(given).reshape(size)
 
 
 def _expanded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda: source().expand(size)
+    return None if source is None else lambda given: source(given).expand(size)
 
 
 def _part(begin_of: Callable[[Any, int, int], tuple[int, int]]) -> Any:
@@ -42,7 +43,7 @@ def _part(begin_of: Callable[[Any, int, int], tuple[int, int]]) -> Any:
         which, dim = graph.output, number(node, "dim")
         begin, length = begin_of(node, which, node._saved_self_sym_sizes[dim])
         source = graph.value(node.next_functions[0])
-        return None if source is None else lambda: source().narrow(dim, begin, length)
+        return None if source is None else lambda given: source(given).narrow(dim, begin, length)
 
     return build
 
@@ -60,7 +61,7 @@ def _unequal_part(node: Any, which: int, count: int) -> tuple[int, int]:
 def _unbound(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     which, dim = graph.output, number(node, "dim")
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda: source().select(dim, which)
+    return None if source is None else lambda given: source(given).select(dim, which)
 
 
 def _slice(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
@@ -77,7 +78,7 @@ def _stacked(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...])
         if source is None:
             return None
         sources.append(source)
-    return lambda: torch.stack([source() for source in sources], dim)
+    return lambda given: torch.stack([source(given) for source in sources], dim)
 
 
 def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -96,7 +97,7 @@ def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
         length += before._input_metadata[output].shape[dim]
     if length != size[dim]:
         return None
-    return lambda: torch.cat([source() for source in sources], dim)
+    return lambda given: torch.cat([source(given) for source in sources], dim)
 
 
 def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -108,8 +109,10 @@ def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -
         graph.saved(node, "_raw_saved_indices", i) for i in range(len(node._raw_saved_indices))
     ]
 
-    def make() -> torch.Tensor:
-        return source()[tuple(slice(None) if index is None else index() for index in indices)]
+    def make(given: Given) -> torch.Tensor:
+        return source(given)[
+            tuple(slice(None) if index is None else index(given) for index in indices)
+        ]
 
     return make
 
@@ -120,7 +123,7 @@ def _gathered(apply: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]) 
         source = graph.value(node.next_functions[0])
         if source is None or index is None:
             return None
-        return lambda: apply(source(), dim, index())
+        return lambda given: apply(source(given), dim, index(given))
 
     return build
 
@@ -148,9 +151,9 @@ def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
         return None
     value = made.detach()[tuple(corner)].clone()
 
-    def make() -> torch.Tensor:
+    def make(given: Given) -> torch.Tensor:
         out = value.expand(size).clone(memory_format=torch.contiguous_format)
-        out[tuple(inner)] = source()
+        out[tuple(inner)] = source(given)
         return out
 
     return make

@@ -38,6 +38,7 @@ struct References {
   // From here on given by `follow`.
   PyObject *steps, *due;  // bytes
   PyObject *hosts;        // dict: host memory by number
+  PyObject *recipes;      // dict: resolved recipes by number
   PyObject *within;       // weak reference to the present pass, or None
   PyObject *calls;        // `ModuleCalls`, or None
 };

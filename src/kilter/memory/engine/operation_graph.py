@@ -1,23 +1,26 @@
 """What a recipe reads of autograd's graph, and what builders of recipes are made of.
 
 A *builder* reads from a node what the operation read, and returns a function that recomputes its
-result; None if part of that cannot be reached.
+result; None if part of that cannot be reached. The function is given the tensors that it reads, so
+that it holds none of them, and serves in later passes as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from kilter.memory.engine.modified import Modified
 
-Make: TypeAlias = Callable[[], torch.Tensor]
+Given: TypeAlias = Sequence[torch.Tensor]
+"""The tensors that a recipe reads, in the order in which its builder has asked for them."""
+Make: TypeAlias = Callable[[Given], torch.Tensor]
 Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], Make | None]
-Source = Any
-"""This is a function that gives a tensor which a recipe reads, or None for an affine parameter that
-a norm does not have."""
+Source: TypeAlias = Callable[[Given], Any]
+"""This finds a tensor that an operation read among those given, or makes it of them, or gives None
+for an affine parameter that a norm does not have."""
 
 
 class Graph(Protocol):
@@ -25,8 +28,10 @@ class Graph(Protocol):
 
     output: int
     """The node's output with this number is wanted, when the builder begins."""
-    made: torch.Tensor | None
-    """If this node made the tensor that is to be recomputed, this is that tensor itself."""
+
+    @property
+    def made(self) -> torch.Tensor | None:
+        """If this node made the tensor that is to be recomputed, this is that tensor itself."""
 
     def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
         """A tensor that a node saved, or this one of a list."""
@@ -47,7 +52,9 @@ class HeldSource:
 
     __slots__ = ("__weakref__", "take", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: int, take: Source | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, version: int, take: Callable[[], torch.Tensor] | None = None
+    ) -> None:
         """`take` gives the tensor where holding the tensor itself is not enough (its bytes may be
         on the host)."""
         self.tensor = tensor
@@ -57,8 +64,7 @@ class HeldSource:
     def __call__(self) -> torch.Tensor:
         if self.changed:
             raise Modified(self.tensor, self.version)
-        found: torch.Tensor = self.tensor if self.take is None else self.take()
-        return found
+        return self.tensor if self.take is None else self.take()
 
     @property
     def changed(self) -> bool:
@@ -118,4 +124,4 @@ def _applied(
     apply: Callable[..., torch.Tensor], read: Source, node: Any, names: tuple[str, ...]
 ) -> Make:
     numbers = [number(node, name) for name in names]
-    return lambda: apply(read(), *numbers)
+    return lambda given: apply(read(given), *numbers)

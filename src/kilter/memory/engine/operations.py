@@ -20,6 +20,7 @@ from kilter.memory.engine.fused import can_normalise, normalised
 from kilter.memory.engine.moved_elements import MOVES
 from kilter.memory.engine.operation_graph import (
     Build,
+    Given,
     Graph,
     Make,
     RecomputeRule,
@@ -36,12 +37,7 @@ def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) ->
     if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
         return _layer_norm(graph, before[0], dtype, size)
     source = graph.value(before)
-    return None if source is None else partial(_cast_again, source, dtype)
-
-
-def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
-    made: torch.Tensor = x().to(dtype)
-    return made
+    return None if source is None else lambda given: source(given).to(dtype)
 
 
 def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -61,16 +57,16 @@ def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
 
 
 def _normalise(
-    sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype
+    sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype, given: Given
 ) -> torch.Tensor:
-    x, mean, rstd, weight, bias = (source() for source in sources)
+    x, mean, rstd, weight, bias = (source(given) for source in sources)
     if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
         return normalised(x, mean, rstd, weight, bias, dtype)
     out: torch.Tensor = torch.native_layer_norm(x, shape, weight, bias, eps)[0]
     return out if out.dtype is dtype else out.to(dtype)
 
 
-def _nothing() -> Any:
+def _nothing(given: Given) -> Any:
     """An affine parameter that the norm does not have."""
     return None
 
@@ -91,18 +87,20 @@ def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
     if bias is None:
         return None
     if not native:
-        return lambda: torch.cudnn_batch_norm(
-            source(), weight(), bias(), None, None, True, 0.0, eps
+        return lambda given: torch.cudnn_batch_norm(
+            source(given), weight(given), bias(given), None, None, True, 0.0, eps
         )[0]
     mean = graph.saved(node, "_raw_saved_result1")
     deviation = graph.saved(node, "_raw_saved_result2")
 
-    def make() -> torch.Tensor:
-        x = source()
+    def make(given: Given) -> torch.Tensor:
+        x = source(given)
         if x.is_cuda and mean is not None and deviation is not None:
             # The second half of the forward: its first half, the sums, is in what it saved.
-            return torch.batch_norm_elemt(x, weight(), bias(), mean(), deviation(), eps)
-        return torch.native_batch_norm(x, weight(), bias(), None, None, True, 0.0, eps)[0]
+            return torch.batch_norm_elemt(
+                x, weight(given), bias(given), mean(given), deviation(given), eps
+            )
+        return torch.native_batch_norm(x, weight(given), bias(given), None, None, True, 0.0, eps)[0]
 
     return make
 
@@ -118,12 +116,12 @@ def _convolution(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, .
         getattr(node, f"_saved_{name}")
         for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     )
-    return lambda: torch.convolution(source(), weight(), bias(), *how)
+    return lambda given: torch.convolution(source(given), weight(given), bias(given), *how)
 
 
 def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     source, exponent = graph.saved(node, "_raw_saved_self"), node._saved_exponent
-    return None if source is None else lambda: source() ** exponent
+    return None if source is None else lambda given: source(given) ** exponent
 
 
 def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -131,7 +129,7 @@ def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
     weight = graph.value(node.next_functions[0])
     if indices is None or weight is None:
         return None
-    return lambda: torch.embedding(weight(), indices())
+    return lambda given: torch.embedding(weight(given), indices(given))
 
 
 def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -142,7 +140,7 @@ def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...])
         return None
     scale = 1.0 / (1.0 - node._saved_p)
     again = torch.ops.aten.native_dropout_backward.default
-    return lambda: again(source(), mask(), scale)
+    return lambda given: again(source(given), mask(given), scale)
 
 
 def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -152,7 +150,7 @@ def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> 
     left, right = (graph.value(edge) for edge in node.next_functions)
     if left is None or right is None:
         return None
-    return lambda: left() + right()
+    return lambda given: left(given) + right(given)
 
 
 def _factors(graph: Graph, node: Any) -> tuple[Source | None, Source | None]:
@@ -166,14 +164,14 @@ def _multiply(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
-    return lambda: left() * right()
+    return lambda given: left(given) * right(given)
 
 
 def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
-    return lambda: left() / right()
+    return lambda given: left(given) / right(given)
 
 
 def _matrix_product(
@@ -182,7 +180,7 @@ def _matrix_product(
     left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_mat2")
     if left is None or right is None:
         return None
-    return lambda: left() @ right()
+    return lambda given: left(given) @ right(given)
 
 
 def _sum_of_product(
@@ -198,9 +196,9 @@ def _sum_of_product(
     if left is None or right is None or added is None:
         return None
 
-    def make() -> torch.Tensor:
-        factor = left()
-        return torch.addmm(added().to(factor.dtype), factor, right())
+    def make(given: Given) -> torch.Tensor:
+        factor = left(given)
+        return torch.addmm(added(given).to(factor.dtype), factor, right(given))
 
     return make
 
@@ -217,7 +215,9 @@ def _group_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
         return None
     how = [number(node, name) for name in ("N", "C", "HxW", "group")]
     scale = weight or _nothing
-    return lambda: torch.native_group_norm(source(), scale(), bias(), *how, eps)[0]
+    return lambda given: torch.native_group_norm(
+        source(given), scale(given), bias(given), *how, eps
+    )[0]
 
 
 def _rms_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -226,7 +226,7 @@ def _rms_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     if source is None or weight is None or eps is None:
         return None
     shape = list(node._saved_normalized_shape)
-    return lambda: torch.rms_norm(source(), shape, weight(), eps)
+    return lambda given: torch.rms_norm(source(given), shape, weight(given), eps)
 
 
 def _to_dtype(apply: Callable[..., torch.Tensor], *names: str) -> Build:
@@ -235,7 +235,7 @@ def _to_dtype(apply: Callable[..., torch.Tensor], *names: str) -> Build:
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
         source = graph.value(node.next_functions[0])
         how = [number(node, name) for name in names]
-        return None if source is None else lambda: apply(source(), *how, dtype=dtype)
+        return None if source is None else lambda given: apply(source(given), *how, dtype=dtype)
 
     return build
 
@@ -248,7 +248,7 @@ def _batch_product(
     if left is None or right is None or added is None:
         return None
     how = {"alpha": node._saved_alpha, "beta": node._saved_beta}
-    return lambda: torch.baddbmm(added(), left(), right(), **how)
+    return lambda given: torch.baddbmm(added(given), left(given), right(given), **how)
 
 
 def _subtract(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -256,7 +256,7 @@ def _subtract(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     alpha = node._saved_alpha
     if left is None or right is None:
         return None
-    return lambda: torch.sub(left(), right(), alpha=alpha)
+    return lambda given: torch.sub(left(given), right(given), alpha=alpha)
 
 
 def _where(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -264,7 +264,7 @@ def _where(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -
     left, right = (graph.value(edge) for edge in node.next_functions)
     if condition is None or left is None or right is None:
         return None
-    return lambda: torch.where(condition(), left(), right())
+    return lambda given: torch.where(condition(given), left(given), right(given))
 
 
 def _attention(apply: Callable[..., tuple[torch.Tensor, ...]], mask: str = "") -> Build:
@@ -278,9 +278,9 @@ def _attention(apply: Callable[..., tuple[torch.Tensor, ...]], mask: str = "") -
             return None
         causal, scale = node._saved_is_causal, node._saved_scale
 
-        def make() -> torch.Tensor:
-            bias = None if added is None else added()
-            return apply(*(one() for one in factors), bias, causal, scale)[0]  # type: ignore[misc]
+        def make(given: Given) -> torch.Tensor:
+            bias = None if added is None else added(given)
+            return apply(*(one(given) for one in factors), bias, causal, scale)[0]  # type: ignore[misc]
 
         return make
 
@@ -292,7 +292,7 @@ def _adaptive(apply: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Build
 
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
         source = graph.saved(node, "_raw_saved_self")
-        return None if source is None else lambda: apply(source(), [*size[-2:]])
+        return None if source is None else lambda given: apply(source(given), [*size[-2:]])
 
     return build
 

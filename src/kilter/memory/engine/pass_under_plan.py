@@ -23,7 +23,7 @@ from kilter.memory.engine.pass_kinds import TUNED, PassKinds
 from kilter.memory.engine.pass_record import use_code
 from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.ready import Due, Ready, in_place_of
-from kilter.memory.engine.recompute import Reader
+from kilter.memory.engine.recompute import Reader, Recipe
 from kilter.memory.engine.segment_pass import SegmentPass
 from kilter.memory.engine.store import EVICTED, RESIDENT, Pass, Saved, Store
 from kilter.memory.engine.waits import Waits
@@ -111,14 +111,14 @@ class PassUnderPlan:
                 self._store.waits = Waits(self._backend)
             if type(self.at) is Position:
                 waiting = self._moves.overdue, self._demand.lent
-                ours = self._moves.by_number, self._reader.read, self._attend
+                ours = self._moves.by_number, self._read, self._attend
                 self.at = use_library(*waiting, *ours) or self.at
         self._follow(plan)
 
     def stepped(self) -> None:
         """An optimizer has stepped within the pass: what is saved next begins another one."""
         self._quiet = False
-        self.at.follow(NO_STEPS, {}, self._store.within, None)
+        self.at.follow(NO_STEPS, {}, {}, self._store.within, None)
 
     def depart(self) -> None:
         """Go on without the plan, in the middle of the pass."""
@@ -195,6 +195,13 @@ class PassUnderPlan:
                 saved.recipe = self._reader.read(tensor)
         return view
 
+    def _read(self, tensor: torch.Tensor) -> Recipe | None:
+        """The recipe of the tensor that is saved, which the compiled library has not found."""
+        plan = self.plan
+        assert plan is not None
+        number = plan.steps[self.at.event].number
+        return plan.recipes.read(self._reader, tensor, number, self._store.compiled)
+
     def use(self, code: int) -> bool:
         """Backward needs a tensor (`use_code`). Whether the pass is under a plan still."""
         plan = self.plan
@@ -268,10 +275,10 @@ class PassUnderPlan:
     def _follow(self, plan: Ready | None) -> None:
         """The pass is under this plan from here on, or under none."""
         self.plan = plan
-        steps, hosts = NO_STEPS, dict[int, torch.Tensor]()
+        steps, hosts, recipes = NO_STEPS, dict[int, torch.Tensor](), dict[int, Any]()
         if plan is not None and self._quiet:
-            steps, hosts = plan.packed_steps, plan.hosts
-        self.at.follow(steps, hosts, self._store.within, self.segments.calls)
+            steps, hosts, recipes = plan.packed_steps, plan.hosts, plan.recipes.by_number
+        self.at.follow(steps, hosts, recipes, self._store.within, self.segments.calls)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""

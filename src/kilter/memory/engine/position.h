@@ -5,7 +5,7 @@
 
 #include <structmember.h>
 
-#include "moves.h"
+#include "resolved.h"
 
 namespace {
 
@@ -57,14 +57,14 @@ c10::StreamId present_stream(const Position* self) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
 }
 
-// `Position.follow`: the steps and what is due at them, host memory, a weak reference to the pass,
-// and what watches calls of modules.
+// `Position.follow`: the steps and what is due at them, host memory, resolved recipes, a weak
+// reference to the pass, and what watches calls of modules.
 PyObject* follow(PyObject* object, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Position* self = position_of(object);
   if (self->event == 0) self->stream = present_stream(self);  // a pass begins
   PyObject* const given[] = {PyTuple_GET_ITEM(arguments[0], 0), PyTuple_GET_ITEM(arguments[0], 1),
-                             arguments[1], arguments[2], arguments[3]};
+                             arguments[1], arguments[2], arguments[3], arguments[4]};
   for (Py_ssize_t i = kGiven; i < kReferences; i++)
     Py_XSETREF(held_by(self, i), Py_NewRef(given[i - kGiven]));
   Py_RETURN_NONE;
@@ -117,6 +117,17 @@ py::object view_on(PyObject* saved, PyObject* tensor) {
   return owned(view(nullptr, asked, 4));
 }
 
+// The recipe of the tensor with this number: as it was resolved, or read by Python; or None.
+py::object recipe_of(const Position* self, PyObject* number, PyObject* tensor) {
+  PyObject* known = PyDict_GetItemWithError(self->held.recipes, number);
+  if (known != nullptr) {
+    const auto held = py::reinterpret_borrow<py::object>(known);
+    const auto found = held.cast<const ResolvedRecipe&>().read(self, tensor);
+    if (!found.is_none()) return found;
+  }
+  return ask(self, self->held.read, tensor);
+}
+
 // What `PassUnderPlan.save` does: gives what autograd is given. None: another case.
 py::object take_over(Position* self, const PlannedStep step, PyObject* object, PyObject* within,
                      PyObject* size_bytes, PyObject* key) {
@@ -136,7 +147,7 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
   if (PyDict_GET_SIZE(touched.ptr()) && PyDict_Contains(touched.ptr(), key)) return py::none();
   const bool as_tried = THPVariable_Unpack(object)._version() == step.version;
   py::object recipe = py::none();
-  if (step.kind == kRecomputed && as_tried) recipe = ask(self, self->held.read, object);
+  if (step.kind == kRecomputed && as_tried) recipe = recipe_of(self, number.ptr(), object);
   const auto alias = owned(held(nullptr, object));
   if (alias.is_none()) return py::none();
   const auto made = saved_storage(within, number.ptr(), size_bytes, key, alias.ptr());

@@ -36,12 +36,13 @@ class Position:
         self,
         steps: tuple[bytes, bytes],
         hosts: dict[int, Any],
+        recipes: dict[int, Any],
         within: weakref.ref[Any],
         calls: Any,
     ) -> None:
         """From here on these are the steps (`packed_steps`), of this pass, with host memory for
-        what they offload, by number. `calls` are those of modules, where some are recomputed, or
-        None."""
+        what they offload and resolved recipes, by number. `calls` are those of modules, where some
+        are recomputed, or None."""
 
 
 class StepKind(IntEnum):

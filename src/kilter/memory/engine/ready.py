@@ -18,6 +18,7 @@ from kilter.memory.engine.pass_record import (
     use_code,
 )
 from kilter.memory.engine.position import StepKind
+from kilter.memory.engine.resolved import ResolvedRecipes
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
@@ -102,6 +103,7 @@ class Ready:
     """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
     """It holds the host memory at these places, in the shape of the tensor once it is known."""
+    recipes: ResolvedRecipes = field(default_factory=ResolvedRecipes)
     segments: dict[int, SavedSegment] = field(default_factory=dict)
     """It holds the calls of modules that are recomputed, by the first event inside."""
     tuned: int = 0

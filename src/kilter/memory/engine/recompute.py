@@ -2,8 +2,9 @@
 
 The node that produced a tensor names the operation, and its own saved inputs are the very tensors
 that the operation read, so a recipe is right by construction: there is no matching of shapes or
-positions. It is taken anew in every pass, and holds what it reads. The operations that are known
-are in `operations.py`.
+positions. It is taken anew in every pass, and holds what it reads: by a builder (the operations
+that are known are in `operations.py`), or in places that are known from an earlier pass
+(`resolved.py`).
 
 An evicted tensor exists as its recipe only, so the sources of the recipe must still be there,
 unchanged, when backward needs the tensor. A source is one of
@@ -20,16 +21,17 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operation_graph import HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource, Make, Source
 from kilter.memory.engine.operations import OPERATIONS
 from kilter.memory.engine.pass_record import COPIED_SHARE
+from kilter.memory.engine.resolved import SourceKind, SourcePlace, SourceUse, Trace, TracedNode
 from kilter.memory.engine.small_copies import SmallCopies
 from kilter.observe import torch_internals
 
@@ -40,6 +42,10 @@ VIEW_DEPTH = 1 / 4
 HOLDERS = 3
 """A tensor that only autograd and one source hold has so many holders when `_private` looks: our
 hook's tuple, the source, and the call that counts."""
+
+
+Read: TypeAlias = Any
+"""This gives a tensor that a recipe reads: a `View` of a saved one, or a `HeldSource`."""
 
 
 class Recomputable(Protocol):
@@ -66,14 +72,14 @@ class Memory(Protocol):
 
     def kept_by(
         self, node: Any, name: str, index: int | None
-    ) -> tuple[Source, Recomputable | None] | None:
+    ) -> tuple[Read, Recomputable | None] | None:
         """What a node saved under an attribute's name (of a list: at this index), and its saved
         tensor (None: a `HeldSource`); None if the node saved nothing there. May raise `Foreign`."""
 
-    def produced_by(self, node: Any) -> tuple[Source, Recomputable] | None:
+    def produced_by(self, node: Any) -> tuple[Read, Recomputable] | None:
         """A node's output, if some operation saved it."""
 
-    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+    def epsilon(self, node: Any, weight: Read | None) -> float | None:
         """Of a layer norm with this weight: its node does not keep it."""
 
     def alone(self, tensor: torch.Tensor) -> bool:
@@ -96,14 +102,15 @@ class Recipe:
     """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
     __slots__ = (
-        "_make", "closed", "dtype", "in_backward", "node", "parameters", "size", "sources",
-        "stride", "told",
+        "closed", "dtype", "given", "in_backward", "making", "node", "parameters", "size",
+        "sources", "stride", "told",
     )  # fmt: skip
 
-    def __init__(
-        self, tensor: torch.Tensor, node: str, make: Callable[[], torch.Tensor], reader: Reader
-    ) -> None:
-        self._make = make
+    def __init__(self, tensor: torch.Tensor, node: str, making: Make, reader: Reader) -> None:
+        self.making = making
+        """It makes the tensor of what is `given`."""
+        self.given = tuple(reader.given.values())
+        """It reads these, in this order."""
         self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.sources = tuple(reader.sources)
@@ -149,7 +156,7 @@ class Recipe:
 
     def make(self) -> torch.Tensor:
         """The tensor, in its own layout. May raise `Unlike`."""
-        made = self._make()
+        made = self.making([read() for read in self.given])
         if made.requires_grad:  # nothing was to be done to a parameter
             made = made.detach()
         if made.dtype is not self.dtype or made.size() != self.size:
@@ -164,27 +171,39 @@ class Recipe:
         return out.copy_(made)
 
 
+class _Held(NamedTuple):
+    """What a recipe reads beside saved tensors."""
+
+    source: HeldSource
+    saved: bool
+    """Autograd saved it for the same operation."""
+    place: int
+    """Among all that the recipe reads."""
+
+
 class Reader:
     """Reads recipes off the graph, one after the other."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.epsilon = memory.epsilon
         self._depth = 0.0
         self.output = 0
         """The builder that begins is to make the output with this number."""
-        self.made: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = None
         """It is that output itself, where it is the tensor that is read."""
+        self._trace: Trace | None = None
+        """It notes what the present builder looks at."""
         self.copies = SmallCopies()
         """They are of the small parameters that recipes read, valid for one pass."""
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """It holds, by identity, parameters that operations read without saving them, their
         counters of versions, and their versions at the beginning of the pass."""
-        self._in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
+        self.in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
         """It holds, by identity of a tensor, the sources of this pass that read it without a
         copy."""
-        self._held: list[tuple[HeldSource, bool]] = []
-        """What the present recipe reads beside saved tensors, and whether autograd saved it."""
+        self._held: list[_Held] = []
+        self.given: dict[Source, Read] = {}
+        """The present recipe reads these."""
         self.sources: list[Recomputable] = []
         self.closed: list[Recomputable] = []
         self.parameters: list[HeldSource] = []
@@ -193,7 +212,7 @@ class Reader:
     def begin(self) -> None:
         """A pass begins."""
         self.copies.begin()
-        self._in_place.clear()
+        self.in_place.clear()
         self._leaves = {
             key: (known, counter, counter._version)
             for key, (known, counter, _) in self._leaves.items()
@@ -203,6 +222,15 @@ class Reader:
     def read(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the whole storage behind `tensor`, or None if there is none. The small
         tensors that it reads are copied."""
+        return self._read(tensor, resolve=False)
+
+    def resolve(self, tensor: torch.Tensor) -> tuple[Recipe, Trace] | None:
+        """The same, and where it has found what it reads."""
+        recipe = self._read(tensor, resolve=True)
+        trace, self._trace = self._trace, None
+        return None if recipe is None or trace is None else (recipe, trace)
+
+    def _read(self, tensor: torch.Tensor, *, resolve: bool) -> Recipe | None:
         base = tensor._base if tensor._is_view() else tensor
         if base is None or base.storage_offset() != 0:
             return None
@@ -216,54 +244,66 @@ class Reader:
         if operation is None or (base.output_nr and not operation.many):
             return None
         self._depth = 1.0
-        self.output, self.made = base.output_nr, base
+        self.output, self._tensor = base.output_nr, base
         self.in_backward = False
+        self._trace = Trace(node) if resolve else None
+        first = node if self._trace is None else self._trace.first
         try:
-            make = operation.build(self, node, base.dtype, base.size())
-            if make is None or not self._own(base.nbytes):
+            making = operation.build(self, first, base.dtype, base.size())
+            if making is None or not self._own(base.nbytes):
                 return None
-            return Recipe(base, name, make, self)
+            return Recipe(base, name, making, self)
         except Foreign:
             return None
         finally:  # what is read is held by the recipe alone
-            self.made = None
+            self._tensor = None
+            self.given.clear()
             for found in (self._held, self.sources, self.closed, self.parameters):
                 found.clear()
 
     def _own(self, size_bytes: int) -> bool:
         """Copy what is small; `False` if something else could be written to."""
         memory, left_bytes = self._memory, COPIED_SHARE * size_bytes
-        small: list[HeldSource] = []
-        sized = [(_size_of(held), place) for place, (held, _) in enumerate(self._held)]
+        small: list[_Held] = []
+        sized = [(_size_of(one.source), at) for at, one in enumerate(self._held)]
         if len(sized) > 1:
             sized.sort()
-        for held_bytes, place in sized:
-            held, saved = self._held[place]
+        for held_bytes, at in sized:
+            one = self._held[at]
+            held = one.source
             plain = held.take is None
             if held.changed or (plain and memory.was_touched(held.tensor)):
                 return False
             if plain and self._private(held) and memory.alone(held.tensor):
-                self._in_place.setdefault(id(held.tensor), []).append(weakref.ref(held))
+                self.in_place.setdefault(id(held.tensor), []).append(weakref.ref(held))
+                self._note_use(one, SourceUse.IN_PLACE)
                 continue
             left_bytes -= held_bytes
             if left_bytes >= 0:
-                small.append(held)
+                small.append(one)
             elif _parameter_of(held.tensor) is None:
                 return False
             else:
                 self.parameters.append(held)
-                self.in_backward |= not saved
-        for held in small:
+                self.in_backward |= not one.saved
+                self._note_use(one, SourceUse.PARAMETER)
+        for one in small:
+            held = one.source
             if held.tensor.untyped_storage().nbytes() == 0:
                 return False  # sharding has taken the bytes away
+            self._note_use(one, SourceUse.COPIED)
             held.own(self._copy_of(held))
         return True
+
+    def _note_use(self, held: _Held, use: SourceUse) -> None:
+        if self._trace is not None:
+            self._trace.uses(held.source, held.place, use)
 
     def _private(self, held: HeldSource) -> bool:
         """No name of the program's is bound to this tensor object (the statistics of a norm, say).
         Several recipes may read it."""
         holders = sys.getrefcount(held.tensor)
-        for other in self._in_place.get(id(held.tensor), ()):
+        for other in self.in_place.get(id(held.tensor), ()):
             source = other()
             holders -= source is not None and source.tensor is held.tensor
         return holders <= HOLDERS
@@ -277,40 +317,80 @@ class Reader:
 
     # For builders
 
+    @property
+    def made(self) -> torch.Tensor | None:
+        """The tensor that is read, if the builder that begins is to make it."""
+        if self._trace is not None:
+            self._trace.repeatable = False  # it has other bytes in another pass
+        return self._tensor
+
     def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
         """A tensor that a node saved, or this one of a list."""
-        found = self._memory.kept_by(node, name, index)
+        found = self._memory.kept_by(_real(node), name, index)
+        at = node, name, -1 if index is None else index
         if found is None:
+            self._note(SourceKind.NOTHING, *at)
             return None
-        source, datum = found
+        read, datum = found
         if datum is None:
-            _refuse_foreign(source.tensor)
-            self._held.append((source, True))
+            _refuse_foreign(read.tensor)
+            self._held.append(_Held(read, True, len(self.given)))
+            self._note(SourceKind.HELD, *at)
         else:
-            self.sources.append(datum)
-            if not datum.cast:
-                self.closed.append(datum)
-        return source
+            self._reads(datum)
+            self._note(SourceKind.SAVED, *at)
+        return self._source(read)
 
     def value(self, edge: tuple[Any, int]) -> Source | None:
         """What a node produced: a parameter, something saved, or recomputed from its inputs."""
         node, output = edge
-        self.made = None
+        self._tensor = None
         if node is None or self._depth > DEPTH:
             return None
         if output != 0:
             return self._made(node, output)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            _refuse_foreign(node.variable)
-            return self._leaf(node.variable)
-        found = self._memory.produced_by(node)
+        real = _real(node)
+        if real.name() == "torch::autograd::AccumulateGrad":
+            _refuse_foreign(real.variable)
+            return self._leaf(node, real.variable)
+        found = self._memory.produced_by(real)
         if found is None:
             return self._made(node)
-        self.sources.append(found[1])
-        self.closed.append(found[1])
-        return found[0]
+        self._reads(found[1])
+        self._note(SourceKind.OUTPUT, node)
+        return self._source(found[0])
 
-    def _leaf(self, parameter: torch.Tensor) -> Source:
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm with this weight."""
+        read, place = None, -1
+        if weight is not None:
+            read, place = self.given[weight], [*self.given].index(weight)
+        found = self._memory.epsilon(_real(node), read)
+        if self._trace is not None:
+            self._trace.epsilons.append((node.place, place, found))
+        return found
+
+    def _source(self, read: Read) -> Source:
+        source = itemgetter(len(self.given))
+        self.given[source] = read
+        return source
+
+    def _reads(self, datum: Recomputable) -> None:
+        self.sources.append(datum)
+        if not datum.cast:
+            self.closed.append(datum)
+
+    def _note(self, kind: SourceKind, node: Any, name: str = "", index: int = -1) -> None:
+        if self._trace is not None:
+            self._trace.found.append(SourcePlace(kind, node.place, name, index))
+
+    def _leaf(self, node: Any, parameter: torch.Tensor) -> Source:
+        held = self._unwritten(parameter)
+        self._held.append(_Held(held, False, len(self.given)))
+        self._note(SourceKind.LEAF, node)
+        return self._source(held)
+
+    def _unwritten(self, parameter: torch.Tensor) -> HeldSource:
         """Its version when the operation read it is not known, so the pass must not have changed
         it at all."""
         version = parameter._version
@@ -320,9 +400,7 @@ class Reader:
             self._leaves[id(parameter)] = Known(parameter), counter, version
         elif found[2] != version:
             raise Foreign("the program has written to a parameter in this pass")
-        held = HeldSource(parameter, version)
-        self._held.append((held, False))
-        return held
+        return HeldSource(parameter, version)
 
     def _made(self, node: Any, output: int = 0) -> Source | None:
         operation = OPERATIONS.get(node.name())
@@ -335,6 +413,24 @@ class Reader:
         made = operation.build(self, node, like.dtype, tuple(like.shape))
         self._depth -= deeper
         return made
+
+    # For the compiled library, which finds a resolved recipe again
+
+    def epsilon_again(self, node: Any, weight: HeldSource | None) -> float | None:
+        return self._memory.epsilon(node, weight)
+
+    def leaf_again(self, parameter: torch.Tensor) -> HeldSource | None:
+        """To read this parameter; None if the recipe cannot."""
+        try:
+            _refuse_foreign(parameter)
+            return self._unwritten(parameter)
+        except Foreign:
+            return None
+
+
+def _real(node: Any) -> Any:
+    """The node that a builder was shown."""
+    return node.real if type(node) is TracedNode else node
 
 
 def _size_of(held: HeldSource) -> float:

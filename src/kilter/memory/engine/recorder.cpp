@@ -1,6 +1,6 @@
 // Records the operations that run in the call of a module, and runs them again: what recording.py
 // does, without Python for each operation. What holds for an operation is asked of Python once.
-// Built with it are saved_tensors.h, moves.h, position.h and lane.h.
+// Built with it are saved_tensors.h, moves.h, resolved.h, position.h and lane.h.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 
 #include "lane.h"
 #include "position.h"
+#include "resolved.h"
 #include "saved_tensors.h"
 
 #include <map>
@@ -629,5 +630,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<CopyCalls>(m, "CopyCalls")
       .def(py::init<Address, Address, Address, Address, Address>())
       .def("start", &CopyCalls::start);
+  py::class_<ResolvedRecipe>(m, "ResolvedRecipe")
+      .def(py::init<py::object, const py::object&, const py::object&, const py::object&>());
   m.attr("Position") = py::reinterpret_steal<py::object>(PyType_FromSpec(&position_type));
 }

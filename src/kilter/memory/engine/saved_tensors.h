@@ -29,13 +29,14 @@ constexpr long long kResident = 0, kPrefetching = 1, kEvicted = 2;  // of store.
 
 // Of Python; never freed.
 struct Names {
-  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *leaf,
-      *output;
+  PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *source,
+      *leaf, *output;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
       *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *recompute,
-      *recomputed, *out_bytes, *in_bytes;
+      *recomputed, *out_bytes, *in_bytes, *data, *in_place, *leaf_again, *epsilon_again, *copies,
+      *copies_made, *wanted, *own, *unpack_hook;
 };
 Names names;
 
@@ -44,7 +45,8 @@ Names names;
 struct Slots {
   Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
       state, transfer, recipe, calls, store, host, pooled, departure, arrival, closed, sources,
-      parameters, in_backward, told, read_tensor, read_version;
+      parameters, in_backward, told, making, made_by, made_dtype, made_size, made_stride, given,
+      read_tensor, read_version, read_take;
 };
 Slots slots;
 
@@ -84,14 +86,16 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
            own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(transfer),
-           own(recipe), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
+           own(recipe), own(source), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
            text("evicted"), text("evicted_bytes"), text("_dependents"), text("backend"),
            text("spoils"), text("untyped_storage"), text("ask"), text("_tell"), text("waits"),
            text("stream"), text("wait"), text("copy_out"), text("copy_in"), text("room_like"),
-           text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes")};
+           text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes"),
+           text("data"), text("in_place"), text("leaf_again"), text("epsilon_again"),
+           text("copies"), text("_copies"), text("_wanted"), text("own"), text("unpack_hook")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };
@@ -102,7 +106,8 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            storage("recipe"), storage("calls"), storage("store"), copies("host"),
            copies("pooled"), copies("departure"), copies("arrival"),
            made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told"),
-           read("tensor"), read("version")};
+           made("making"), made("node"), made("dtype"), made("size"), made("stride"),
+           made("given"), read("tensor"), read("version"), read("take")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.

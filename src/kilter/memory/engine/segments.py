@@ -24,9 +24,9 @@ import torch
 from kilter.memory.engine import recording
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operation_graph import HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import COPIED_SHARE
-from kilter.memory.engine.recompute import Foreign
+from kilter.memory.engine.recompute import Foreign, Read
 from kilter.memory.engine.store import EVICTED, Saved, Store, View
 from kilter.observe import torch_internals
 
@@ -90,7 +90,7 @@ class ModuleCall:
         """It reads these tensors, and nobody else may hold them when its own are evicted."""
         self.parameters: list[HeldSource] = []
         """What it reads in place, since autograd saved it as well."""
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, Read] = {}
         """It reads all of these; each is known by its storage."""
         self._rerun: recording.Rerun | None = None
         self._made_bytes = 0

@@ -29,9 +29,9 @@ from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.norms import ProgramNorms
-from kilter.memory.engine.operation_graph import HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.quiet import uncast, ungraded
-from kilter.memory.engine.recompute import Foreign, Recipe, root_of
+from kilter.memory.engine.recompute import Foreign, Read, Recipe, root_of
 from kilter.memory.engine.saved_bytes import SavedBytes
 from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
@@ -636,7 +636,7 @@ class Store:
         cast = self.compiled and self.compiled.is_cast_of_parameter(tensor)
         view.saved.cast = _is_cast_of_parameter(tensor) if cast is None else cast
 
-    def produced_by(self, node: Any) -> tuple[Source, Saved] | None:
+    def produced_by(self, node: Any) -> tuple[Read, Saved] | None:
         """A node's output, if an operation saved it and it was not written to since."""
         found = node.metadata.get(OUTPUT)
         saved = None if found is None else found[0]()
@@ -644,14 +644,12 @@ class Store:
             return None
         return (View(saved, *found[1]), saved) if saved.unchanged else None
 
-    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+    def epsilon(self, node: Any, weight: Read | None) -> float | None:
         """The epsilon of a layer norm, from the module that has this weight."""
         leaf = weight.tensor if type(weight) is HeldSource else None
         return self.norms.epsilon(node, leaf)
 
-    def kept_by(
-        self, node: Any, name: str, index: int | None
-    ) -> tuple[Source, Saved | None] | None:
+    def kept_by(self, node: Any, name: str, index: int | None) -> tuple[Read, Saved | None] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since hooks of
         others may do anything (those of checkpointing run the forward again)."""
         raw = getattr(node, name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kilter.memory.engine.operation_graph import (
-    Given,
+    GivenTensors,
     Graph,
     Make,
     RecomputeRule,
@@ -109,7 +109,7 @@ def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -
         graph.saved(node, "_raw_saved_indices", i) for i in range(len(node._raw_saved_indices))
     ]
 
-    def make(given: Given) -> torch.Tensor:
+    def make(given: GivenTensors) -> torch.Tensor:
         return source(given)[
             tuple(slice(None) if index is None else index(given) for index in indices)
         ]
@@ -151,7 +151,7 @@ def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
         return None
     value = made.detach()[tuple(corner)].clone()
 
-    def make(given: Given) -> torch.Tensor:
+    def make(given: GivenTensors) -> torch.Tensor:
         out = value.expand(size).clone(memory_format=torch.contiguous_format)
         out[tuple(inner)] = source(given)
         return out

@@ -14,11 +14,11 @@ import torch
 
 from kilter.memory.engine.modified import Modified
 
-Given: TypeAlias = Sequence[torch.Tensor]
+GivenTensors: TypeAlias = Sequence[torch.Tensor]
 """The tensors that a recipe reads, in the order in which its builder has asked for them."""
-Make: TypeAlias = Callable[[Given], torch.Tensor]
+Make: TypeAlias = Callable[[GivenTensors], torch.Tensor]
 Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], Make | None]
-Source: TypeAlias = Callable[[Given], Any]
+Source: TypeAlias = Callable[[GivenTensors], Any]
 """This finds a tensor that an operation read among those given, or makes it of them, or gives None
 for an affine parameter that a norm does not have."""
 

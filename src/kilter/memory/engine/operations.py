@@ -20,7 +20,7 @@ from kilter.memory.engine.fused import can_normalise, normalised
 from kilter.memory.engine.moved_elements import MOVES
 from kilter.memory.engine.operation_graph import (
     Build,
-    Given,
+    GivenTensors,
     Graph,
     Make,
     RecomputeRule,
@@ -57,7 +57,11 @@ def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
 
 
 def _normalise(
-    sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype, given: Given
+    sources: tuple[Source, ...],
+    shape: list[int],
+    eps: float,
+    dtype: torch.dtype,
+    given: GivenTensors,
 ) -> torch.Tensor:
     x, mean, rstd, weight, bias = (source(given) for source in sources)
     if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
@@ -66,7 +70,7 @@ def _normalise(
     return out if out.dtype is dtype else out.to(dtype)
 
 
-def _nothing(given: Given) -> Any:
+def _nothing(given: GivenTensors) -> Any:
     """An affine parameter that the norm does not have."""
     return None
 
@@ -93,7 +97,7 @@ def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
     mean = graph.saved(node, "_raw_saved_result1")
     deviation = graph.saved(node, "_raw_saved_result2")
 
-    def make(given: Given) -> torch.Tensor:
+    def make(given: GivenTensors) -> torch.Tensor:
         x = source(given)
         if x.is_cuda and mean is not None and deviation is not None:
             # The second half of the forward: its first half, the sums, is in what it saved.
@@ -196,7 +200,7 @@ def _sum_of_product(
     if left is None or right is None or added is None:
         return None
 
-    def make(given: Given) -> torch.Tensor:
+    def make(given: GivenTensors) -> torch.Tensor:
         factor = left(given)
         return torch.addmm(added(given).to(factor.dtype), factor, right(given))
 
@@ -278,7 +282,7 @@ def _attention(apply: Callable[..., tuple[torch.Tensor, ...]], mask: str = "") -
             return None
         causal, scale = node._saved_is_causal, node._saved_scale
 
-        def make(given: Given) -> torch.Tensor:
+        def make(given: GivenTensors) -> torch.Tensor:
             bias = None if added is None else added(given)
             return apply(*(one(given) for one in factors), bias, causal, scale)[0]  # type: ignore[misc]
 

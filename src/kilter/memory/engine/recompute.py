@@ -31,7 +31,13 @@ from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Make, Source
 from kilter.memory.engine.operations import OPERATIONS
 from kilter.memory.engine.pass_record import COPIED_SHARE
-from kilter.memory.engine.resolved import SourceKind, SourcePlace, SourceUse, Trace, TracedNode
+from kilter.memory.engine.resolved import (
+    RecipeTrace,
+    SourceKind,
+    SourcePlace,
+    SourceUse,
+    TracedNode,
+)
 from kilter.memory.engine.small_copies import SmallCopies
 from kilter.observe import torch_internals
 
@@ -191,7 +197,7 @@ class Reader:
         """The builder that begins is to make the output with this number."""
         self._tensor: torch.Tensor | None = None
         """It is that output itself, where it is the tensor that is read."""
-        self._trace: Trace | None = None
+        self._trace: RecipeTrace | None = None
         """It notes what the present builder looks at."""
         self.copies = SmallCopies()
         """They are of the small parameters that recipes read, valid for one pass."""
@@ -224,7 +230,7 @@ class Reader:
         tensors that it reads are copied."""
         return self._read(tensor, resolve=False)
 
-    def resolve(self, tensor: torch.Tensor) -> tuple[Recipe, Trace] | None:
+    def resolve(self, tensor: torch.Tensor) -> tuple[Recipe, RecipeTrace] | None:
         """The same, and where it has found what it reads."""
         recipe = self._read(tensor, resolve=True)
         trace, self._trace = self._trace, None
@@ -246,7 +252,7 @@ class Reader:
         self._depth = 1.0
         self.output, self._tensor = base.output_nr, base
         self.in_backward = False
-        self._trace = Trace(node) if resolve else None
+        self._trace = RecipeTrace(node) if resolve else None
         first = node if self._trace is None else self._trace.first
         try:
             making = operation.build(self, first, base.dtype, base.size())

@@ -274,7 +274,7 @@ struct Reading {
 
 class ResolvedRecipe {
  public:
-  // The reader, the recipe of this tensor that it has read, and the `Trace` of that.
+  // The reader, the recipe of this tensor that it has read, and the `RecipeTrace` of that.
   ResolvedRecipe(py::object reader, const py::object& tensor, const py::object& recipe,
                  const py::object& trace)
       : reader_(std::move(reader)) {

@@ -56,7 +56,7 @@ class SourcePlace(NamedTuple):
     size_bytes: int = 0
 
 
-class Trace:
+class RecipeTrace:
     """What the builder of one recipe has looked at."""
 
     def __init__(self, node: Any) -> None:
@@ -113,7 +113,7 @@ class TracedNode:
 
     __slots__ = ("_trace", "place", "real")
 
-    def __init__(self, trace: Trace, place: int, real: Any) -> None:
+    def __init__(self, trace: RecipeTrace, place: int, real: Any) -> None:
         self._trace = trace
         self.place = place
         """Among the nodes of the trace."""

@@ -140,6 +140,43 @@ def test_copies_are_made_when_a_pass_begins_each_in_a_storage_of_its_own() -> No
     assert found[1].any(), "an older recipe reads what was there"
 
 
+def test_memory_of_copies_is_used_again_once_no_recipe_reads_them() -> None:
+    copies, parameters = SmallCopies(), [nn.Parameter(torch.randn(8)) for _ in range(3)]
+
+    def read() -> list[torch.Tensor]:
+        found = [copies.of(parameter, parameter._version) for parameter in parameters]
+        return [one for one in found if one is not None]
+
+    read()
+    copies.begin()
+    held, *others = read()
+    places, bits = [one.data_ptr() for one in others], held.clone()
+    del others
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2)
+    copies.begin()
+    first, *others = read()
+    assert torch.equal(held, bits)
+    assert first.data_ptr() != held.data_ptr()
+    assert [one.data_ptr() for one in others] == places
+    assert all(torch.equal(*pair) for pair in zip([first, *others], parameters, strict=True))
+
+
+@pytest.mark.parametrize("other", [torch.randn(4), torch.randn(8).double()], ids=["size", "type"])
+def test_memory_of_copies_is_not_used_for_another(other: torch.Tensor) -> None:
+    copies, parameter = SmallCopies(), nn.Parameter(torch.randn(8))
+    copies.of(parameter, parameter._version)
+    copies.begin()
+    assert copies.of(parameter, parameter._version) is not None
+    parameter.data = other
+    copies.begin()
+    found = copies.of(parameter, parameter._version)
+    assert found is not None
+    assert found.dtype is other.dtype
+    assert torch.equal(found, other)
+
+
 def test_a_parameter_that_is_not_read_any_more_is_let_go() -> None:
     copies = SmallCopies()
     copies.of(nn.Parameter(torch.ones(2)), 0)

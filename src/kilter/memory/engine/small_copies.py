@@ -8,6 +8,7 @@ each type. Each copy has a storage of its own.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,14 +46,16 @@ class SmallCopies:
             for key, (parameter, passes) in self._wanted.items()
             if passes < PASSES
         }
-        self._copies = {}
+        before, self._copies = self._copies, {}
         by_type: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
         for parameter, _ in self._wanted.values():
             if parameter.is_contiguous() and parameter.untyped_storage().nbytes():
                 by_type.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for (device, _), parameters in by_type.items():
-            self._stream = _stream_of(device)
-            self._copies |= ungraded(partial(_copies_of, parameters))
+            stream, self._stream = self._stream, _stream_of(device)
+            if stream != self._stream:
+                before = {}  # work on the other stream may still read them
+            self._copies |= ungraded(partial(_copies_of, parameters, before))
 
     def of(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
         """The copy of a parameter as it was at that count of writes. `None` if there is none; from
@@ -71,15 +74,29 @@ class SmallCopies:
         return found.tensor
 
 
-def _copies_of(parameters: list[Parameter]) -> dict[int, _Copy]:
-    """By identity; all of one type and device."""
+def _copies_of(parameters: list[Parameter], before: dict[int, _Copy]) -> dict[int, _Copy]:
+    """By identity; all of one type and device. They take the memory of those before that no recipe
+    reads any more."""
     versions = [parameter._version for parameter in parameters]
-    copies = [torch.empty_like(parameter) for parameter in parameters]
+    copies = [_room_for(parameter, before.pop(id(parameter), None)) for parameter in parameters]
     torch_internals.foreach_copy(copies, parameters)
     return {
         id(parameter): _Copy(copy, version, parameter.untyped_storage()._cdata)
         for parameter, copy, version in zip(parameters, copies, versions, strict=True)
     }
+
+
+def _room_for(parameter: Parameter, before: _Copy | None) -> torch.Tensor:
+    if before is not None:
+        tensor = before.tensor
+        alike = tensor.size() == parameter.size() and tensor.dtype is parameter.dtype
+        if alike and sys.getrefcount(tensor) == OURS and tensor.device == parameter.device:
+            return tensor
+    return torch.empty_like(parameter)
+
+
+OURS = 3
+"""A copy that nothing of ours holds but its `_Copy` has so many references in `_room_for`."""
 
 
 def _stream_of(device: torch.device) -> Any:

@@ -1,5 +1,5 @@
-// A recipe that was read off autograd's graph once, found again in the graph of another pass. What it
-// compares and takes is in resolved.py; where something is not as it was, Python reads the recipe.
+// A recipe that was read off autograd's graph once, found again in the graph of another pass. What
+// is compared and taken is in resolved.py; where anything is not as it was, Python reads the recipe.
 
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <array>
 #include <typeinfo>
 
 #include "moves.h"
@@ -15,15 +16,15 @@
 namespace {
 
 using torch::autograd::Node;
-using NodePointer = decltype(torch::autograd::Edge::function);  // of its own kind in each version
+using torch::autograd::SavedVariable;
+using NodePointer = decltype(torch::autograd::Edge::function);  // of two kinds, by version
 
 // `SourceKind` and `SourceUse` of resolved.py.
 enum class SourceKind : long long { kNothing, kSaved, kOutput, kHeld, kLeaf };
 enum class SourceUse : long long { kInPlace, kCopied, kParameter };
 
 struct FoundNode {
-  long long before;
-  long long edge;
+  long long before, edge;      // -1: it made the tensor
   const std::type_info* type;  // nullptr: there is no node
   uint32_t output;
 };
@@ -107,7 +108,7 @@ struct Reading {
   py::object packed(const Place& place) {
     if (place.offset) {
       const auto* node = reinterpret_cast<const char*>(nodes[place.node].get());
-      const auto* saved = reinterpret_cast<const torch::autograd::SavedVariable*>(node + place.offset);
+      const auto* saved = reinterpret_cast<const SavedVariable*>(node + place.offset);
       const auto found = saved->retrieve_unpack_hook_data();
       if (found) return py::reinterpret_borrow<py::object>(found->second.ptr(getPyInterpreter()));
     }
@@ -145,8 +146,9 @@ struct Reading {
 
   // `Store.produced_by`.
   bool take_output(const Place& place) {
-    auto* metadata = static_cast<torch::autograd::PyAnomalyMetadata*>(nodes[place.node]->metadata());
-    PyObject* found = PyDict_GetItemWithError(metadata->dict(), names.output);
+    auto* metadata = nodes[place.node]->metadata();
+    PyObject* notes = static_cast<torch::autograd::PyAnomalyMetadata*>(metadata)->dict();
+    PyObject* found = PyDict_GetItemWithError(notes, names.output);
     if (found == nullptr) return false;
     const auto saved = referred_to(PyTuple_GET_ITEM(found, 0));
     if (saved.is_none() || !within_pass(saved.ptr()) || !unchanged(saved.ptr())) return false;
@@ -237,7 +239,8 @@ struct Reading {
       ask(position, attribute(source.ptr(), names.own).ptr(), Py_None);
       return;
     }
-    put(source.ptr(), slots.read_version, PyLong_FromLongLong(THPVariable_Unpack(copy.ptr())._version()));
+    const auto version = THPVariable_Unpack(copy.ptr())._version();
+    put(source.ptr(), slots.read_version, PyLong_FromLongLong(version));
     put(source.ptr(), slots.read_tensor, Py_NewRef(copy.ptr()));
   }
 
@@ -278,7 +281,7 @@ class ResolvedRecipe {
   ResolvedRecipe(py::object reader, const py::object& tensor, const py::object& recipe,
                  const py::object& trace)
       : reader_(std::move(reader)) {
-    for (const Py_ssize_t place : {slots.making, slots.made_by, slots.made_dtype, slots.made_size, slots.made_stride})
+    for (const Py_ssize_t place : always())
       made_.push_back(py::reinterpret_borrow<py::object>(slot(recipe.ptr(), place)));
     std::vector<NodePointer> nodes;
     for (const auto& one : trace.attr("nodes")) {
@@ -319,6 +322,11 @@ class ResolvedRecipe {
   }
 
  private:
+  // What a `Recipe` has in each pass, in the order of `made_`.
+  static std::array<Py_ssize_t, 5> always() {
+    return {slots.making, slots.made_by, slots.made_dtype, slots.made_size, slots.made_stride};
+  }
+
   static const std::type_info* type_of(const Node* node) {
     return node == nullptr ? nullptr : &typeid(*node);
   }
@@ -329,7 +337,7 @@ class ResolvedRecipe {
     const auto object = owned(torch::autograd::functionToPyObject(node));
     const auto raw = attribute(object.ptr(), name.ptr());
     try {
-      const auto* saved = raw.cast<const torch::autograd::SavedVariable*>();
+      const auto* saved = raw.cast<const SavedVariable*>();
       return reinterpret_cast<const char*>(saved) - reinterpret_cast<const char*>(node.get());
     } catch (const py::cast_error&) {  // the framework was built with another pybind11
       return 0;
@@ -337,7 +345,8 @@ class ResolvedRecipe {
   }
 
   // The node that an edge leads to, and of which output; -1: the one that made the tensor.
-  static std::pair<NodePointer, uint32_t> node_behind(PyObject* object, const std::vector<NodePointer>& nodes,
+  static std::pair<NodePointer, uint32_t> node_behind(PyObject* object,
+                                                      const std::vector<NodePointer>& nodes,
                                                       long long before, long long number) {
     if (before >= 0) {
       const auto& edge = nodes[static_cast<size_t>(before)]->next_edge(static_cast<size_t>(number));
@@ -351,7 +360,8 @@ class ResolvedRecipe {
   // The whole storage behind the tensor is as it was.
   bool alike(const Tensor& tensor) const {
     const Tensor base(tensor.is_view() ? tensor._base() : tensor);
-    if (!base.has_storage() || base.storage_offset() != 0 || base.storage().nbytes() != base.nbytes() ||
+    if (!base.has_storage() || base.storage_offset() != 0 ||
+        base.storage().nbytes() != base.nbytes() ||
         base.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
       return false;
     const auto dtype = reinterpret_cast<THPDtype*>(made_[2].ptr())->scalar_type;
@@ -361,17 +371,16 @@ class ResolvedRecipe {
 
   static bool same_numbers(PyObject* tuple, at::IntArrayRef values) {
     if (PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(values.size())) return false;
-    for (size_t i = 0; i < values.size(); i++)
-      if (PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(i))) != values[i]) return false;
-    return true;
+    return integers(tuple) == values.vec();
   }
 
   // The nodes, where they are as they were.
   bool walk(Reading& reading) const {
     for (const FoundNode& found : nodes_) {
-      if (found.before >= 0 &&
-          found.edge >= static_cast<long long>(reading.nodes[static_cast<size_t>(found.before)]->num_outputs()))
-        return false;
+      if (found.before >= 0) {
+        const auto edges = reading.nodes[static_cast<size_t>(found.before)]->num_outputs();
+        if (found.edge >= static_cast<long long>(edges)) return false;
+      }
       auto [node, output] = node_behind(reading.tensor, reading.nodes, found.before, found.edge);
       const auto* type = type_of(node.get());
       if ((type == nullptr) != (found.type == nullptr)) return false;
@@ -388,7 +397,8 @@ class ResolvedRecipe {
     for (const FoundOutput& found : outputs_) {
       if (reading.nodes[found.node]->num_inputs() <= found.output) return false;
       const auto& like = reading.nodes[found.node]->input_metadata(found.output);
-      if (like.dtype() != found.dtype || like.shape_as_dim_vector() != c10::SymIntArrayRef(found.size))
+      if (like.dtype() != found.dtype ||
+          like.shape_as_dim_vector() != c10::SymIntArrayRef(found.size))
         return false;
     }
     for (const auto& [node, name, value] : numbers_)
@@ -400,8 +410,9 @@ class ResolvedRecipe {
     for (const auto& [node, weight, value] : epsilons_) {
       PyObject* source = weight < 0 ? Py_None : PyList_GET_ITEM(reading.given.ptr(), weight);
       const auto again = attribute(reader_.ptr(), names.epsilon_again);
-      if (!same(ask(reading.position, again.ptr(), reading.object_of(node).ptr(), source).ptr(), value.ptr()))
-        return false;
+      const auto object = reading.object_of(node);
+      const auto found = ask(reading.position, again.ptr(), object.ptr(), source);
+      if (!same(found.ptr(), value.ptr())) return false;
     }
     return true;
   }
@@ -410,7 +421,7 @@ class ResolvedRecipe {
     auto* type = reinterpret_cast<PyTypeObject*>(names.recipe);
     auto made = owned(type->tp_alloc(type, 0));
     size_t at = 0;
-    for (const Py_ssize_t place : {slots.making, slots.made_by, slots.made_dtype, slots.made_size, slots.made_stride})
+    for (const Py_ssize_t place : always())
       put(made.ptr(), place, Py_NewRef(made_[at++].ptr()));
     put(made.ptr(), slots.given, PyList_AsTuple(reading.given.ptr()));
     put(made.ptr(), slots.sources, PyList_AsTuple(reading.sources.ptr()));

@@ -223,5 +223,20 @@ def test_of_ever_new_passes_only_the_largest_surge_is_remembered() -> None:
         demand.begin(first)
         demand.learn(BUDGET_BYTES, BUDGET_BYTES)
     assert len(demand._surges) <= MOST_SURGES
-    demand.begin(3 * MOST_SURGES)
+    demand.begin(MOST_SURGES)
     assert demand.offload_above_bytes(BUDGET_BYTES) == level_bytes
+
+
+def test_a_pass_that_begins_larger_than_all_before_leaves_room_in_proportion() -> None:
+    demand = Swapper(CpuStandIn(), budget_bytes=BUDGET_BYTES, link=LINK)._demand
+    for first, over_bytes in ((100, BUDGET_BYTES // 4), (200, BUDGET_BYTES // 5)):
+        demand.begin(first)
+        demand.learn(demand.offload_above_bytes(BUDGET_BYTES) + over_bytes, BUDGET_BYTES)
+    room_bytes = {}
+    for first in (50, 100, 150, 200, 220, 400, 10**9):
+        demand.begin(first)
+        room_bytes[first] = BUDGET_BYTES - demand.offload_above_bytes(BUDGET_BYTES)
+    quarter, fifth = BUDGET_BYTES // 4, BUDGET_BYTES // 5
+    assert room_bytes[50] == room_bytes[100] == room_bytes[150] == room_bytes[220] == quarter
+    assert (room_bytes[200], room_bytes[400]) == (fifth, 2 * fifth)
+    assert room_bytes[10**9] == BUDGET_BYTES

@@ -21,7 +21,7 @@ from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.position import StepKind
 from kilter.memory.engine.recompute import Reader, Recipe
 from kilter.memory.engine.resolved import MISSES, ResolvedRecipes
-from kilter.memory.engine.store import View
+from kilter.memory.engine.store import View, kept
 from kilter.memory.engine.tensor_hooks import TensorHooks
 from kilter.memory.plan.problem import Link
 
@@ -50,6 +50,7 @@ class Passes:
         self.weights = Weights()
         self.input = torch.randn(96, WIDTH)
         self.resolved: list[ResolvedRecipes] = []
+        self.stepped_aside = False
         self.alive: list[Any] = []
         """What the last pass saved stays until the next one, as in a training."""
 
@@ -85,6 +86,9 @@ class Passes:
             )
             bits = tensor.detach().clone()
             packed = walk.at.save(tensor)
+            self.stepped_aside |= walk.fence.down
+            if walk.fence.down:
+                return kept(tensor)
             if type(packed) is not View:  # saved once more
                 return self.store.view(self.store.find(tensor, key, within), tensor)
             self.alive.append(packed.saved)
@@ -299,6 +303,31 @@ def test_what_changes_in_each_pass_is_left_to_its_builder(passes: Passes) -> Non
     ]
     assert not passes.resolved[place].by_number
     assert passes.resolved[place - 1].by_number
+
+
+ASKED: dict[str, Run] = {
+    "epsilon_again": after(lambda x, w: w.norm(x)),
+    "leaf_again": after(of_planes),
+}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("asked", ASKED)
+def test_an_error_in_what_python_is_asked_goes_to_the_fence(
+    passes: Passes, asked: str, error: type[BaseException]
+) -> None:
+    """Ours ends there, and autograd keeps the tensor; what the program raises passes."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    for _ in range(3):
+        before = passes.run(ASKED[asked])
+    assert any(one.by_library for one in before)
+    setattr(passes.reader, asked, fail)
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+        passes.run(ASKED[asked])
+        assert passes.stepped_aside
 
 
 def test_a_resolved_recipe_holds_nothing_of_its_pass(passes: Passes) -> None:

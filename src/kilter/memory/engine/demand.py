@@ -27,7 +27,7 @@ EARLY_SHARE = 1 / 16
 """Copies start this share of the budget below the level at which tensors are evicted."""
 MOST_SURGES = 256
 """Where shapes keep changing, passes begin in ever new ways. Only the largest surge is remembered
-then."""
+then, as one of the largest passes."""
 
 Reference = weakref.ref[Saved]
 
@@ -41,7 +41,9 @@ class Demand:
         """How far passes went above the level, by their first event; at most by the budget, since
         at a level of nothing all leaves that can."""
         self._first = 0
-        """The first event of the present pass, or of the last one."""
+        """The present pass, or the last one, has begun with so many bytes: its first event."""
+        self._surge_bytes: int | None = None
+        """So far it is expected to go above the level; None: no pass has shown that."""
         self.lent: list[Reference] = []
         """Backward has used these in a graph that it retains, and needs them again last of all. It
         is always this list."""
@@ -63,7 +65,7 @@ class Demand:
 
     def begin(self, first: int) -> None:
         """A pass begins with this event."""
-        self._first = first
+        self._first, self._surge_bytes = first, self._expected(first)
         self.lent.clear()
         self._resident.clear()
         self._leaving.clear()
@@ -88,8 +90,20 @@ class Demand:
         if over_bytes <= 0:
             return
         if len(self._surges) == MOST_SURGES:
-            self._surges = {0: max(self._surges.values())}
+            self._surges = {max(self._surges): max(self._surges.values())}
         self._surges[self._first] = max(self._surges.get(self._first, 0), over_bytes)
+        self._surge_bytes = self._surges[self._first]
+
+    def _expected(self, first: int) -> int | None:
+        """How far a pass that begins so is expected to go above the level: as before, or, if none
+        has begun so, as far as any. One that begins with a larger tensor than all others (a longer
+        text) needs more in proportion."""
+        found = self._surges.get(first)
+        if found is not None or not self._surges:
+            return found
+        largest = max(self._surges)
+        in_proportion = self._surges[largest] * first // largest if largest else 0
+        return max(in_proportion, *self._surges.values())
 
     def saved(self, saved: Saved) -> None:
         """A tensor was saved without a plan."""
@@ -218,12 +232,8 @@ class Demand:
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """Bytes in use above which tensors are offloaded. `peak_bytes` is the peak of the first
-        pass, for the level of the next one. A pass that begins as none before leaves room for the
-        largest surge of all."""
-        first_bytes = int(UNSEEN_SHARE * budget_bytes)
-        surge_bytes = self._surges.get(self._first)
-        if surge_bytes is None:
-            surge_bytes = max(self._surges.values(), default=None)
+        pass, for the level of the next one."""
+        first_bytes, surge_bytes = int(UNSEEN_SHARE * budget_bytes), self._surge_bytes
         if surge_bytes is None and peak_bytes is not None:
             surge_bytes = peak_bytes - first_bytes
-        return first_bytes if surge_bytes is None else budget_bytes - surge_bytes
+        return first_bytes if surge_bytes is None else budget_bytes - min(surge_bytes, budget_bytes)

@@ -154,7 +154,7 @@ class ResolvedRecipes:
         misses = self._misses.setdefault(number, -1) + 1
         self._misses[number] = misses
         self.by_number.pop(number, None)
-        if library is None or misses > MISSES:
+        if library is None or misses >= MISSES:
             return reader.read(tensor)
         found = reader.resolve(tensor)
         if found is None:

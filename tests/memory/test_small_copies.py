@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.memory.steady_stand_in import SteadyStandIn
+from tests.memory.test_swapper_operations import shows_saved
 from torch import nn
 
 from kilter.memory.engine import Swapper
@@ -114,6 +115,7 @@ DISTURBANCES = {
 }
 
 
+@shows_saved
 @pytest.mark.parametrize("name", DISTURBANCES)
 def test_numbers_are_plains_whatever_is_done_to_a_bias(name: str, given: list[bool]) -> None:
     plain, governed = (train(DISTURBANCES[name](), share) for share in (None, 0.6))

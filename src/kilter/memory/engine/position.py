@@ -2,8 +2,9 @@
 
 The compiled library sees to the events of a pass by itself, as long as they are those that the
 plan expects (`position.h`): a tensor is saved that autograd keeps, or that moves later, or one is
-used, or some leave or come back. It calls Python for each copy, to read and to carry out recipes,
-and for what is out of the ordinary. Without it the engine looks at each event.
+used, or some leave or come back. It calls Python for each copy, to read a recipe for the first
+time, to carry it out, and for what is out of the ordinary. Without it the engine looks at each
+event.
 """
 
 from __future__ import annotations

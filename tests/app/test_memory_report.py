@@ -301,15 +301,15 @@ def no_budget(match: re.Match[str], found: Json) -> bool:
 
 
 def unmet(match: re.Match[str], found: Json) -> bool:
-    least, best, others = match[2], match[3], match[6] or match[8]
-    on_demand = match[7] is None or found["spilled"] > 0
+    least, best, others = match[2], match[3], match[7] or match[9]
+    on_demand = match[6] is None or found["spilled"] > 0
     return (
         found["feasible"] is False
         and on_demand
         and match[1] == show_bytes(found["budget_bytes"])
         and (least or "unknown") == show_bytes(found["least_bytes"])
         and {best, others} <= {None, show_bytes(found["peak_bytes"])}
-        and {match[4], match[9]} <= {None, show_bytes(found["peak_before_bytes"])}
+        and {match[4], match[8]} <= {None, show_bytes(found["peak_before_bytes"])}
     )
 
 
@@ -383,8 +383,8 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
     (
         rf"memory: ({SIZE}) cannot be met(?:, ({SIZE}) is the least that is possible)?"
         rf"(?:; the best plan takes ({SIZE}) of ({SIZE})({CHANGE})"
-        rf"|; passes of other kinds take up to ({SIZE})"
-        rf"|(; tensors were offloaded on demand)?(?:; passes take up to ({SIZE}) of ({SIZE}))?)"
+        rf"|(; tensors were offloaded on demand)?(?:; passes take up to ({SIZE}) of ({SIZE})"
+        rf"|; passes of other kinds take up to ({SIZE}))?)"
         rf"{LABELLED}",
         unmet,
     ),
@@ -524,6 +524,15 @@ def test_other_passes_than_those_of_the_plan_are_not_called_its_best(peak: int) 
         "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
         f"passes of other kinds take up to {peak}.0 GiB [measured]"
     )
+
+
+@pytest.mark.parametrize(("peak", "kinds"), [(32, "passes of other kinds"), (34, "passes")])
+def test_without_a_plan_passes_that_take_less_than_the_least_are_of_other_kinds(
+    peak: int, kinds: str
+) -> None:
+    memory = changed({"peak_bytes": peak * GIB, "least_bytes": 33 * GIB, "iteration_s": None}, ())
+    said = headline(memory)
+    assert f"; tensors were offloaded on demand; {kinds} take up to {peak}.0 GiB" in said
 
 
 def test_a_plan_within_the_budget_meets_it_whatever_it_was_made_for() -> None:

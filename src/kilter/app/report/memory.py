@@ -319,14 +319,17 @@ def _unmet(memory: MemoryReport, before: str, budget: str) -> str:
     if record.least_bytes is not None:  # a killed run has none
         text += f", {show_bytes(record.least_bytes)} is the least that is possible"
     after = record.peak_bytes if record.applied else None
-    if memory.in_force and after is not None:
-        if (record.least_bytes or 0) <= after <= (record.plain_peak_bytes or 0):
-            return f"{text}; the best plan takes {show_bytes(after)} of {before}{_slower(memory)}"
+    planned = memory.in_force and after is not None
+    if record.spilled and not planned:
+        text += "; tensors were offloaded on demand"
+    if after is None:
+        return text
+    less = after < (record.least_bytes or 0)  # than what was planned can take
+    if less or (planned and after > (record.plain_peak_bytes or 0)):
         return f"{text}; passes of other kinds take up to {show_bytes(after)}"
-    did = "; tensors were offloaded on demand" if record.spilled else ""
-    if after is not None:
-        did += f"; passes take up to {show_bytes(after)} of {before}"
-    return f"{text}{did}"
+    if planned:
+        return f"{text}; the best plan takes {show_bytes(after)} of {before}{_slower(memory)}"
+    return f"{text}; passes take up to {show_bytes(after)} of {before}"
 
 
 def _slower(memory: MemoryReport) -> str:

@@ -341,6 +341,31 @@ def test_a_resolved_recipe_holds_nothing_of_its_pass(passes: Passes) -> None:
     assert all(reference() is None for reference in references)
 
 
+class Canary:
+    """It is gone with the node that it is noted at."""
+
+
+def test_a_graph_whose_recipe_was_resolved_is_held_by_no_cycle(passes: Passes) -> None:
+    """While a pass is under way the collector does not run."""
+    weight = nn.Parameter(torch.randn(96, WIDTH))
+    tensor = (weight.relu() * 2.0).exp()
+    assert tensor.grad_fn is not None
+    before, _ = tensor.grad_fn.next_functions[0]
+    assert before is not None
+    canary = before.metadata["canary"] = Canary()
+    noted = weakref.ref(canary)
+    gc.collect()
+    gc.disable()
+    try:
+        found = passes.reader.resolve(tensor)
+        assert found is not None
+        assert found[1].counts, "its builder has looked at edges"
+        del tensor, before, canary
+        assert noted() is None
+    finally:
+        gc.enable()
+
+
 def test_under_a_plan_a_recipe_is_read_by_its_builder_once(
     both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

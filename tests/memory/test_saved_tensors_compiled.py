@@ -40,13 +40,11 @@ from kilter.memory.engine.store import (  # noqa: E402
     kept,
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks  # noqa: E402
-from kilter.memory.plan.problem import Link  # noqa: E402
 from kilter.session.fence import Fence  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of kinds of tensors that are not finished
 
 MIN_BYTES = 1024
-LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
 
 
 class Own(Tensor):

@@ -177,8 +177,7 @@ void tell(const Position* self, PyObject* recipe, PyObject* saved) {
   PyObject* parameters = slot(recipe, slots.parameters);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(parameters); i++) {
     PyObject* tensor = slot(PyTuple_GET_ITEM(parameters, i), slots.read_tensor);
-    const auto base = of_class(tensor, names.tensor) ? base_of(THPVariable_Unpack(tensor)) : py::object();
-    note(base ? base.ptr() : tensor);
+    note(root_of(tensor).ptr());
   }
   put(recipe, slots.told, Py_NewRef(Py_True));
 }

@@ -252,10 +252,10 @@ class Reader:
         self._depth = 1.0
         self.output, self._tensor = base.output_nr, base
         self.in_backward = False
-        self._trace = RecipeTrace(node) if resolve else None
-        first = node if self._trace is None else self._trace.first
+        trace = self._trace = RecipeTrace() if resolve else None
+        shown = node if trace is None else TracedNode(trace, 0, node)
         try:
-            making = operation.build(self, first, base.dtype, base.size())
+            making = operation.build(self, shown, base.dtype, base.size())
             if making is None or not self._own(base.nbytes):
                 return None
             return Recipe(base, name, making, self)
@@ -263,6 +263,8 @@ class Reader:
             return None
         finally:  # what is read is held by the recipe alone
             self._tensor = None
+            if trace is not None:
+                trace.end()
             self.given.clear()
             for found in (self._held, self.sources, self.closed, self.parameters):
                 found.clear()
@@ -333,18 +335,19 @@ class Reader:
     def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
         """A tensor that a node saved, or this one of a list."""
         found = self._memory.kept_by(_real(node), name, index)
-        at = node, name, -1 if index is None else index
+        if index is not None and self._trace is not None:
+            self._trace.repeatable = False  # how long the list is would have to be noted
         if found is None:
-            self._note(SourceKind.NOTHING, *at)
+            self._note(SourceKind.NOTHING, node, name)
             return None
         read, datum = found
         if datum is None:
             _refuse_foreign(read.tensor)
             self._held.append(_Held(read, True, len(self.given)))
-            self._note(SourceKind.HELD, *at)
+            self._note(SourceKind.HELD, node, name)
         else:
             self._reads(datum)
-            self._note(SourceKind.SAVED, *at)
+            self._note(SourceKind.SAVED, node, name)
         return self._source(read)
 
     def value(self, edge: tuple[Any, int]) -> Source | None:
@@ -386,9 +389,9 @@ class Reader:
         if not datum.cast:
             self.closed.append(datum)
 
-    def _note(self, kind: SourceKind, node: Any, name: str = "", index: int = -1) -> None:
+    def _note(self, kind: SourceKind, node: Any, name: str = "") -> None:
         if self._trace is not None:
-            self._trace.found.append(SourcePlace(kind, node.place, name, index))
+            self._trace.found.append(SourcePlace(kind, node.place, name))
 
     def _leaf(self, node: Any, parameter: torch.Tensor) -> Source:
         held = self._unwritten(parameter)

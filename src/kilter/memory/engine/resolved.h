@@ -40,7 +40,6 @@ struct Place {
   SourceKind kind;
   size_t node;
   py::object name;
-  long long item;
   SourceUse use;
   size_t size_bytes;
   std::ptrdiff_t offset = 0;  // in the node, of the variable that it saved; 0: Python finds it
@@ -65,21 +64,11 @@ bool same(PyObject* one, PyObject* other) {
   return true;
 }
 
-// `owned` of backend.py, of a tensor that is not to be another's; what is unusual is left to Python.
-bool of_the_framework(const Tensor& tensor) {
-  const c10::Storage& storage = tensor.storage();
-  return storage.resizable() &&
-         (tensor.is_cuda() ||
-          storage.data_ptr().get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter());
-}
-
 // `_parameter_of` of recompute.py finds one.
 bool is_of_parameter(PyObject* object) {
-  const Tensor& tensor = THPVariable_Unpack(object);
-  if (!of_class(object, names.tensor)) return true;
-  const Tensor root(tensor.is_view() ? tensor._base() : tensor);
-  const auto found = py::reinterpret_steal<py::object>(THPVariable_Wrap(root));
-  return !of_class(found.ptr(), names.tensor) || (root.is_leaf() && root.requires_grad());
+  const auto root = root_of(object);
+  const Tensor& tensor = THPVariable_Unpack(root.ptr());
+  return !of_class(root.ptr(), names.tensor) || (tensor.is_leaf() && tensor.requires_grad());
 }
 
 // What a recipe reads in this pass, as far as it was found.
@@ -104,7 +93,7 @@ struct Reading {
     return objects[node];
   }
 
-  // What the node saved there, as it was packed. Empty: another case.
+  // What the node saved there, as it was packed.
   py::object packed(const Place& place) {
     if (place.offset) {
       const auto* node = reinterpret_cast<const char*>(nodes[place.node].get());
@@ -112,16 +101,7 @@ struct Reading {
       const auto found = saved->retrieve_unpack_hook_data();
       if (found) return py::reinterpret_borrow<py::object>(found->second.ptr(getPyInterpreter()));
     }
-    const auto raw = variable(place);
-    return raw ? attribute(raw.ptr(), names.data) : raw;
-  }
-
-  // Python's object of it.
-  py::object variable(const Place& place) {
-    auto raw = attribute(object_of(place.node).ptr(), place.name.ptr());
-    if (place.item < 0) return raw;
-    if (!PyTuple_CheckExact(raw.ptr()) || place.item >= PyTuple_GET_SIZE(raw.ptr())) return {};
-    return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(raw.ptr(), place.item));
+    return attribute(attribute(object_of(place.node).ptr(), place.name.ptr()).ptr(), names.data);
   }
 
   void reads(PyObject* saved) {
@@ -136,7 +116,7 @@ struct Reading {
 
   bool take_saved(const Place& place) {
     const auto view = packed(place);
-    if (!view || !of_class(view.ptr(), names.view)) return false;
+    if (!of_class(view.ptr(), names.view)) return false;
     PyObject* saved = PyTuple_GET_ITEM(view.ptr(), 0);
     if (!within_pass(saved)) return false;
     given.append(view);
@@ -165,9 +145,9 @@ struct Reading {
   // What our own hook packed and left to autograd, or a number, for which autograd asks no hook.
   bool take_held(const Place& place) {
     const auto kept = packed(place);
-    if (!kept) return false;
     if (ordinary(kept.ptr())) {
-      if (!attribute(variable(place).ptr(), names.unpack_hook).is_none()) return false;
+      const auto variable = attribute(object_of(place.node).ptr(), place.name.ptr());
+      if (!attribute(variable.ptr(), names.unpack_hook).is_none()) return false;
       const Tensor& tensor = THPVariable_Unpack(kept.ptr());
       return use(place, source_of(detached(tensor), py::int_(tensor._version())));
     }
@@ -199,9 +179,11 @@ struct Reading {
   // `Reader._own`, with what came of it before.
   bool use(const Place& place, const py::object& source) {
     PyObject* held = slot(source.ptr(), slots.read_tensor);
-    if (!ordinary(held) || !of_the_framework(THPVariable_Unpack(held))) return false;
+    if (!ordinary(held)) return false;
     const Tensor& tensor = THPVariable_Unpack(held);
-    if (tensor.nbytes() != place.size_bytes || tensor.storage().nbytes() == 0 ||
+    const c10::Storage& storage = tensor.storage();
+    if (!storage.resizable() || !of_the_framework(storage, tensor.is_cuda())) return false;
+    if (tensor.nbytes() != place.size_bytes || storage.nbytes() == 0 ||
         tensor._version() != number_in(source.ptr(), slots.read_version))
       return false;
     given.append(source);
@@ -262,10 +244,7 @@ struct Reading {
 
   bool take(const Place& place, PyObject* reader) {
     switch (place.kind) {
-      case SourceKind::kNothing: {
-        const auto nothing = packed(place);
-        return nothing && nothing.is_none();
-      }
+      case SourceKind::kNothing: return packed(place).is_none();
       case SourceKind::kSaved: return take_saved(place);
       case SourceKind::kOutput: return take_output(place);
       case SourceKind::kHeld: return take_held(place);
@@ -299,10 +278,10 @@ class ResolvedRecipe {
       outputs_.push_back({node, output, like.dtype(), like.shape_as_dim_vector().vec()});
     }
     for (const auto& one : trace.attr("found")) {
-      const auto [kind, node, name, item, use, size_bytes] =
-          one.cast<std::tuple<long long, size_t, py::object, long long, long long, size_t>>();
-      places_.push_back({static_cast<SourceKind>(kind), node, name, item, static_cast<SourceUse>(use),
-                         size_bytes, item < 0 ? offset_of(nodes.at(node), name) : 0});
+      const auto [kind, node, name, use, size_bytes] =
+          one.cast<std::tuple<long long, size_t, py::object, long long, size_t>>();
+      places_.push_back({static_cast<SourceKind>(kind), node, name, static_cast<SourceUse>(use),
+                         size_bytes, offset_of(nodes.at(node), name)});
     }
   }
 
@@ -331,7 +310,7 @@ class ResolvedRecipe {
     return node == nullptr ? nullptr : &typeid(*node);
   }
 
-  // Where in a node of its kind a variable of this name is. (A list has its own memory.)
+  // Where in a node of its kind a variable of this name is.
   static std::ptrdiff_t offset_of(const NodePointer& node, const py::object& name) {
     if (PyUnicode_GET_LENGTH(name.ptr()) == 0) return 0;
     const auto object = owned(torch::autograd::functionToPyObject(node));
@@ -352,26 +331,20 @@ class ResolvedRecipe {
       const auto& edge = nodes[static_cast<size_t>(before)]->next_edge(static_cast<size_t>(number));
       return {edge.function, edge.input_nr};
     }
-    const Tensor& tensor = THPVariable_Unpack(object);
-    const Tensor base(tensor.is_view() ? tensor._base() : tensor);
+    const Tensor base = whole_of(THPVariable_Unpack(object));
     return {base.grad_fn(), static_cast<uint32_t>(base.output_nr())};
   }
 
   // The whole storage behind the tensor is as it was.
   bool alike(const Tensor& tensor) const {
-    const Tensor base(tensor.is_view() ? tensor._base() : tensor);
+    const Tensor base = whole_of(tensor);
     if (!base.has_storage() || base.storage_offset() != 0 ||
         base.storage().nbytes() != base.nbytes() ||
         base.storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
       return false;
     const auto dtype = reinterpret_cast<THPDtype*>(made_[2].ptr())->scalar_type;
-    return base.scalar_type() == dtype && same_numbers(made_[3].ptr(), base.sizes()) &&
-           same_numbers(made_[4].ptr(), base.strides());
-  }
-
-  static bool same_numbers(PyObject* tuple, at::IntArrayRef values) {
-    if (PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(values.size())) return false;
-    return integers(tuple) == values.vec();
+    return base.scalar_type() == dtype && base.sizes() == integers(made_[3].ptr()) &&
+           base.strides() == integers(made_[4].ptr());
   }
 
   // The nodes, where they are as they were.
@@ -402,7 +375,8 @@ class ResolvedRecipe {
         return false;
     }
     for (const auto& [node, name, value] : numbers_)
-      if (!same(attribute(reading.object_of(node).ptr(), name.ptr()).ptr(), value.ptr())) return false;
+      if (!same(attribute(reading.object_of(node).ptr(), name.ptr()).ptr(), value.ptr()))
+        return false;
     return true;
   }
 

@@ -50,8 +50,6 @@ class SourcePlace(NamedTuple):
     kind: SourceKind
     node: int
     name: str = ""
-    item: int = -1
-    """Of a list under that name; -1: it is none."""
     use: SourceUse = SourceUse.IN_PLACE
     size_bytes: int = 0
 
@@ -59,12 +57,10 @@ class SourcePlace(NamedTuple):
 class RecipeTrace:
     """What the builder of one recipe has looked at."""
 
-    def __init__(self, node: Any) -> None:
-        self.first = TracedNode(self, 0, node)
-        """It made the tensor."""
+    def __init__(self) -> None:
         self.nodes: list[tuple[int, int]] = [(-1, -1)]
         """Each has the place of the node before it, and the number of the edge that leads from that
-        one to it, or to nothing."""
+        one to it, or to nothing. The first one made the tensor."""
         self.counts: list[tuple[int, int]] = []
         """Of the node at a place, how many edges lead from it."""
         self.numbers: list[tuple[int, str, Any]] = []
@@ -89,6 +85,11 @@ class RecipeTrace:
             self._edges[place] = tuple(found)
             self.counts.append((place, len(found)))
         return self._edges[place]
+
+    def end(self) -> None:
+        """The builder has ended. The graph must not be held by a cycle: in passes under a plan the
+        collector does not run."""
+        self._edges.clear()
 
     def note(self, place: int, name: str, value: Any) -> None:
         """The builder has read this attribute of a node."""
@@ -151,8 +152,7 @@ class ResolvedRecipes:
         self, reader: Reader, tensor: torch.Tensor, number: int, library: Any
     ) -> Recipe | None:
         """The recipe of a tensor which the compiled library has not found here."""
-        misses = self._misses.setdefault(number, -1) + 1
-        self._misses[number] = misses
+        misses = self._misses[number] = self._misses.get(number, -1) + 1
         self.by_number.pop(number, None)
         if library is None or misses >= MISSES:
             return reader.read(tensor)

@@ -139,6 +139,23 @@ py::object base_of(const Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor._base()));
 }
 
+// The tensor itself, or what it is a view of.
+Tensor whole_of(const Tensor& tensor) {
+  return Tensor(tensor.is_view() ? tensor._base() : tensor);
+}
+
+// `root_of` of recompute.py.
+py::object root_of(PyObject* object) {
+  const auto base = of_class(object, names.tensor) ? base_of(THPVariable_Unpack(object)) : py::object();
+  return base ? base : py::reinterpret_borrow<py::object>(object);
+}
+
+// Its memory is of the framework's allocator. (Python knows what others there are for the CPU.)
+bool of_the_framework(const c10::Storage& storage, bool on_cuda) {
+  return on_cuda ||
+         storage.data_ptr().get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+}
+
 // As `tensor.detach()`: another tensor on the same memory, with the same counter of versions.
 py::object detached(const Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
@@ -221,10 +238,7 @@ PyObject* pack(PyObject* object, PyObject* device, size_t least, size_t& taken) 
       whole.storage().unsafeGetStorageImpl() != storage.unsafeGetStorageImpl()) Py_RETURN_NONE;
   if (whole.nbytes() != size_bytes || size_bytes < least || !storage.resizable())
     return keep(object, tensor, base);
-  // Python knows what other allocators there are for the CPU.
-  if (!tensor.is_cuda() &&
-      storage.data_ptr().get_deleter() != c10::GetDefaultCPUAllocator()->raw_deleter())
-    Py_RETURN_NONE;
+  if (!of_the_framework(storage, tensor.is_cuda())) Py_RETURN_NONE;
   taken = size_bytes;
   return tuple_of(plain_tuple, py::int_(size_bytes), address(storage));
 }
@@ -241,7 +255,7 @@ PyObject* held(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!ordinary(object)) Py_RETURN_NONE;
   const Tensor& tensor = THPVariable_Unpack(object);
-  const Tensor whole(tensor.is_view() ? tensor._base() : tensor);
+  const Tensor whole = whole_of(tensor);
   const bool plain = covers(whole, tensor.storage().nbytes());
   return tuple_of(plain_tuple, detached(plain ? whole : tensor), py::int_(tensor._version()),
                   py::bool_(plain));
@@ -329,7 +343,7 @@ PyObject* is_cast_of_parameter(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!ordinary(object)) Py_RETURN_NONE;
   const Tensor& tensor = THPVariable_Unpack(object);
-  const auto node = (tensor.is_view() ? tensor._base() : tensor).grad_fn();
+  const auto node = whole_of(tensor).grad_fn();
   if (!node || node->name() != "ToCopyBackward0") Py_RETURN_FALSE;
   const auto* before = node->next_edge(0).function.get();
   return PyBool_FromLong(dynamic_cast<const torch::autograd::AccumulateGrad*>(before) != nullptr);

@@ -28,7 +28,7 @@ from kilter.connect.ray_launch import (
     named_variables,
     ranks_in_order,
 )
-from kilter.connect.ray_rank import RankSite
+from kilter.connect.ray_rank import RankProcess, RankSite
 from kilter.core.errors import FileError, NoDevice, UsageError
 
 HERE = socket.gethostbyname("localhost")
@@ -186,6 +186,30 @@ def test_an_interrupt_stops_all_ranks(tmp_path, script, number):
     assert all(actor.inner._process.returncode is not None for actor in ray.actors)
     assert ray.given_back
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_as_the_ranks_start_stops_all(tmp_path, script, monkeypatch):
+    ray = FakeRay(WHOLE)
+    job = placed(ray, tmp_path)
+    get = ray.get
+
+    def interrupted(answers, timeout=None):
+        get(answers, timeout)
+        if isinstance(answers, list):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "get", interrupted)
+    assert job.run(script("import time\ntime.sleep(600)\n"), {}) == 130
+    assert all(actor.inner._process.returncode is not None for actor in ray.actors)
+    assert ray.given_back
+
+
+def test_a_rank_that_was_stopped_does_not_start_any_more(tmp_path):
+    rank = RankProcess()
+    rank.look(site(tmp_path))
+    rank.stop()
+    rank.start(("-c", "import time; time.sleep(600)"), {})
+    assert rank._process is None
 
 
 def test_gpus_that_others_hold_are_not_waited_for_for_ever(tmp_path, script):

@@ -9,6 +9,7 @@ that torchrun would give them. Ray is imported late: it is an extra.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import ipaddress
 import secrets
@@ -297,9 +298,12 @@ class RayJob:
             codes = {-1: _INTERRUPTED, **codes}
         failed = [code for code in codes.values() if code]
         if failed:
-            for actor in self._actors:
-                actor.stop.remote()
+            stops = [actor.stop.remote() for actor in self._actors]
             self._follow(waiting, codes, until_failure=False)
+            # What was interrupted as it started has nothing to follow, and ends all the same.
+            for stop in stops:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(stop)
         return failed[0] if failed else 0
 
     def _follow(

@@ -51,6 +51,10 @@ class RankProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        """Nothing is started any more."""
+        self._lock = threading.Lock()
+        """It guards these two: Ray may call `stop` while `start` is under way."""
         self._folder = ""
         self._written: queue.SimpleQueue[tuple[str, bytes] | int] = queue.SimpleQueue()
 
@@ -74,16 +78,18 @@ class RankProcess:
 
     def start(self, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
         """Start `python -u COMMAND` with these variables beside those of Ray's workers."""
-        process = subprocess.Popen(
-            [sys.executable, "-u", *command],
-            cwd=self._folder,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._process = process
+        with self._lock:
+            if self._stopped:
+                return
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-u", *command],
+                cwd=self._folder,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
@@ -119,7 +125,9 @@ class RankProcess:
 
     def stop(self) -> None:
         """End the process and all that it has started."""
-        process = self._process
+        with self._lock:
+            self._stopped = True
+            process = self._process
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -115,3 +115,45 @@ def test_the_engine_decides_where_iterations_end_in_another_thread(
     report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
     assert report["planned"] > 10
     assert report["within"] is not False
+
+
+TRIALS = """
+import threading
+import torch
+from torch import nn
+
+
+def train(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(64, 64), nn.GELU())))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for step in range(40):
+        loss = net(torch.randn(64, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+
+
+for seed in range(3):
+    thread = threading.Thread(target=train, args=(seed,))
+    thread.start()
+    thread.join()
+"""
+
+
+def test_a_thread_that_trains_after_another_has_ended_is_governed_as_well(
+    tmp_path: Path, warm: WarmPython
+) -> None:
+    program = tmp_path / "trials.py"
+    program.write_text(TRIALS)
+    plain = warm.run([str(program)])
+    own = ("-m", "kilter.testing.stand_in", "--card", "--min-bytes", "4096", "--bytes-per-s", "3e9")
+    options = ("--memory-budget", "60%", "--out", str(tmp_path / "run"))
+    done = warm.run([*own, "run", *options, str(program)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    assert report["passes"] > 110  # of the first thread there are 40
+    assert report["planned"] > 60
+    assert report["within"] is not False

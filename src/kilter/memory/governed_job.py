@@ -21,6 +21,7 @@ from kilter.memory.plan_log import PlanLog
 from kilter.memory.rank_agreement import RankAgreement
 from kilter.memory.recompute_choice import RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy
+from kilter.observe.iteration_clock import in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,8 +195,22 @@ class GovernedJob:
 
     def iteration_ended(self) -> None:
         """An iteration of the program ends here, in its thread, perhaps under modes of its own."""
+        if self._swapper.hooks.thread_ended and not self._stopped:
+            self._go_on_here()
         if self._thread.has_ended_an_iteration():
             self._end_iteration()
+
+    def _go_on_here(self) -> None:
+        """The thread whose tensors were governed has ended, and this one trains: govern this one.
+        What the other has shown says nothing of it."""
+        from kilter.memory.engine.saved_hooks import only_ours
+
+        if in_backward() or not only_ours():
+            return
+        self._swapper.__exit__(None, None, None)
+        self._swapper.__enter__()
+        if self._policy is not None:
+            self._policy.activations_are_smaller()
 
     def _end_iteration(self) -> None:
         from kilter.memory.engine.quiet import unseen

@@ -132,8 +132,8 @@ class StateAndWeightPolicy:
         return tuple(reason for reason in found if reason is not None)
 
     def activations_are_smaller(self) -> None:
-        """From now on, since they are recomputed in another way: state that left for them comes
-        back once that way has its plan, as far as it fits."""
+        """From now on, since they are recomputed in another way, or another thread trains: state
+        that left for them comes back once passes have their plan, as far as it fits."""
         self._smaller = True
 
     def _fetch_what_fits(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:

@@ -34,6 +34,12 @@ def innermost_are_ours() -> bool:
     return top is not None and is_ours(top[0])
 
 
+def only_ours() -> bool:
+    """Whether this thread calls no hooks of the program first: what enters now does not leave
+    before they do."""
+    return torch_internals.top_saved_hooks(True) is None or innermost_are_ours()
+
+
 @contextmanager
 def stepped_aside() -> Iterator[None]:
     """Without our hooks, unless the program has put its own above them."""

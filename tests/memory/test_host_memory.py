@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.memory.engine.host import CLASSES, LARGER_BLOCK, SPARE, HostBlock, HostPool, class_bytes
+from kilter.memory.engine.host import GROWTH, PART_UNIT, HostBlock, HostPool
 from kilter.memory.host_memory import (
     HostLimit,
     HostMemoryError,
@@ -127,37 +127,77 @@ def test_the_pool_against_a_model(limit_bytes: int | None, requests: list[int]) 
     The model knows which blocks are in use, for how many bytes each."""
     host = Host(HostLimit(limit_bytes))
     pool = HostPool(host)  # type: ignore[arg-type]
-    used: list[tuple[HostBlock, int]] = []
-    most_used_bytes = 0
+    used: list[HostBlock] = []
     for request in requests:
         if request < 0:
             if used:
-                pool.put(used.pop(request % len(used))[0])
+                pool.put(used.pop(request % len(used)))
             continue
+        needed_bytes = -(-request // PART_UNIT) * PART_UNIT
+        before_bytes = pool.taken_bytes
+        free_bytes = largest_gap(host, used)
         try:
             block = pool.take(request)
         except HostMemoryError:
-            # Only where no block that is free would do, and a new one is beyond the limit.
+            # Only where no part that is free would do, and a new piece is beyond the limit, even
+            # with all that is unused given back.
             assert limit_bytes is not None
-            in_use = sum(block.size_bytes for block, _ in used)
-            assert in_use + class_bytes(request) > limit_bytes
+            assert free_bytes < needed_bytes
+            held = {block.piece.memory for block in used}
+            in_use = sum(size for memory, size in host.out.items() if memory in held)
+            assert in_use + needed_bytes > limit_bytes
             continue
-        assert block.memory in host.out
-        assert all(block.memory != other.memory for other, _ in used)
-        assert request <= block.size_bytes == host.out[block.memory]
-        used.append((block, request))
-        most_used_bytes = max(most_used_bytes, sum(block.size_bytes for block, _ in used))
-        if limit_bytes is None:
-            assert block.size_bytes <= LARGER_BLOCK * request
-            assert pool.taken_bytes <= SPARE * most_used_bytes
+        assert block.piece.memory in host.out
+        assert block.begin % PART_UNIT == 0
+        assert request <= block.size_bytes == needed_bytes
+        assert block.begin + block.size_bytes <= host.out[block.piece.memory]
+        for other in used:
+            assert (
+                block.piece is not other.piece
+                or block.begin >= other.begin + other.size_bytes
+                or other.begin >= block.begin + block.size_bytes
+            )
+        used.append(block)
+        if free_bytes >= needed_bytes:
+            assert pool.taken_bytes == before_bytes  # nothing is reserved while there is room
+        elif limit_bytes is None:
+            more_bytes = pool.taken_bytes - before_bytes
+            assert more_bytes == max(needed_bytes, before_bytes // GROWTH)
         assert pool.taken_bytes == sum(host.out.values()) == host.host.taken_bytes
         assert limit_bytes is None or pool.taken_bytes <= limit_bytes
     pool.empty()
-    assert sorted(host.out) == sorted(block.memory for block, _ in used)
+    assert sorted(host.out) == sorted({block.piece.memory for block in used})
 
 
-@given(st.integers(1, 2**45))
-def test_a_size_class_is_little_larger(size_bytes: int) -> None:
-    rounded = class_bytes(size_bytes)
-    assert size_bytes <= rounded < size_bytes * (1 + 1 / CLASSES) + 1
-    assert class_bytes(rounded) == rounded
+def largest_gap(host: Host, used: list[HostBlock]) -> int:
+    """The most bytes side by side that are reserved and not in use."""
+    gaps = [0]
+    for memory, size_bytes in host.out.items():
+        at = 0
+        inside = sorted(
+            (block.begin, block.begin + block.size_bytes)
+            for block in used
+            if block.piece.memory == memory
+        )
+        for begin, end in inside:
+            gaps.append(begin - at)
+            at = end
+        gaps.append(size_bytes - at)
+    return max(gaps)
+
+
+def test_sizes_that_change_reserve_nothing_anew() -> None:
+    """Texts of changing lengths: once the longest was there, all others find room."""
+    host = Host(HostLimit(None))
+    pool = HostPool(host)  # type: ignore[arg-type]
+    for length in (1000, 70, 333, 901, 64, 1000, 512, 777):
+        blocks = [pool.take(length * 4096) for _ in range(20)]
+        for block in blocks:
+            pool.put(block)
+    assert pool.taken_bytes <= (1 + 1 / GROWTH) * 20 * 1000 * 4096
+    reserved = host.number
+    for length in range(999, 60, -7):
+        blocks = [pool.take(length * 4096) for _ in range(20)]
+        for block in reversed(blocks):
+            pool.put(block)
+    assert host.number == reserved

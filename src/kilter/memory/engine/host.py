@@ -1,14 +1,16 @@
-"""Host memory: one arena that all plans share, and blocks for what is offloaded without a plan.
+"""Host memory: one arena that all plans share, and a pool for what is offloaded without a plan.
 
-A job whose shapes change asks for ever new sizes. Sizes are rounded up to classes, a block serves
-whatever it is large enough for and not more than twice as large as, and blocks that nothing uses
-are given back before the pool grows beyond twice the most that was in use at one time.
+A job whose shapes change asks for ever new sizes, and to reserve memory takes long. So the pool
+reserves few large pieces. A tensor takes a part of one, where the smallest fits that is free, and
+parts that are free side by side are one again (Knuth: The art of computer programming, volume 1,
+section 2.5).
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.memory.host_memory import HostMemoryError
 
@@ -17,112 +19,141 @@ if TYPE_CHECKING:
 
     from kilter.memory.engine.backend import Backend
 
-CLASSES = 8
-"""Each doubling of the size has so many size classes: a new block is at most an eighth too
-large."""
-LARGER_BLOCK = 2
-"""A block is used for a tensor of at least half its size. At the limit any larger block is used."""
-SPARE = 2
-"""The pool takes at most so many times the most that was in use at one time."""
+PART_UNIT = 512
+"""Parts begin at multiples of so many bytes, as the framework's own allocations do."""
+GROWTH = 4
+"""A new piece is at least one such part of what the pool has."""
 IDLE_PASSES = 32
 """What is free is given back after so many passes under a plan in a row. To take it again costs
 more than many passes, so the pool is kept where some passes have no plan."""
 
 
-def class_bytes(size_bytes: int) -> int:
-    """The size class: the size rounded up by less than one part in `CLASSES`."""
-    step = max(1, 1 << (size_bytes.bit_length() - 1) >> (CLASSES.bit_length() - 1))
-    return -(-size_bytes // step) * step
+class _Piece:
+    """Host memory that was reserved at one time."""
+
+    def __init__(self, memory: torch.Tensor, size_bytes: int) -> None:
+        self.memory = memory
+        self.size_bytes = size_bytes
+        self.free = [(0, size_bytes)]
+        """Where each part that no tensor uses begins and ends, in order."""
+
+    @property
+    def unused(self) -> bool:
+        return self.free == [(0, self.size_bytes)]
+
+    def take(self, at: int, size_bytes: int) -> int:
+        """The begin of so much of the free part with this index."""
+        begin, end = self.free.pop(at)
+        if begin + size_bytes < end:
+            self.free.insert(at, (begin + size_bytes, end))
+        return begin
+
+    def put(self, begin: int, end: int) -> None:
+        """This part is free again."""
+        at = bisect(self.free, (begin, end))
+        if at < len(self.free) and self.free[at][0] == end:
+            end = self.free.pop(at)[1]
+        if at and self.free[at - 1][1] == begin:
+            at -= 1
+            begin = self.free.pop(at)[0]
+        self.free.insert(at, (begin, end))
+
+
+class _Part(NamedTuple):
+    """A free part, the smallest first."""
+
+    size_bytes: int
+    piece: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBlock:
     """Host memory that a tensor may use."""
 
-    memory: torch.Tensor
+    piece: _Piece
+    begin: int
     size_bytes: int
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self.piece.memory[self.begin : self.begin + self.size_bytes]
 
 
 class HostPool:
-    """Blocks in use and free ones, all reserved from one backend."""
+    """Host memory in use and free, all reserved from one backend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._free: list[HostBlock] = []
-        """The block that has been free for the longest time comes first."""
-        self.taken_bytes = 0
-        """All blocks take this together."""
-        self._used_bytes = 0
-        self._most_used_bytes = 0
+        self._pieces: list[_Piece] = []
+        self._returned: list[HostBlock] = []
+        """These are free, and are made parts of their pieces again at the next call. A tensor may
+        go at any moment, in the middle of one too, where the collector finds it."""
         self._idle = 0
         """So many passes have taken nothing, since one that has."""
 
+    @property
+    def taken_bytes(self) -> int:
+        """All pieces take this together."""
+        return sum(piece.size_bytes for piece in self._pieces)
+
     def take(self, size_bytes: int) -> HostBlock:
-        """The smallest block that fits, new if need be. `HostMemoryError` if there is none."""
-        block = self._smallest(size_bytes, LARGER_BLOCK * size_bytes) or self._new(size_bytes)
+        """Part of a piece, of a new one if need be. `HostMemoryError` if there is none."""
         self._idle = 0
-        self._used_bytes += block.size_bytes
-        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
-        return block
+        self._join()
+        size_bytes = -(-size_bytes // PART_UNIT) * PART_UNIT
+        found = self._smallest(size_bytes)
+        if found is None:
+            self._pieces.append(self._new(size_bytes))
+            found = _Part(size_bytes, len(self._pieces) - 1, 0)
+        piece = self._pieces[found.piece]
+        return HostBlock(piece, piece.take(found.at, size_bytes), size_bytes)
 
     def put(self, block: HostBlock) -> None:
         """The tensor no longer needs the block; copies may still be under way."""
-        self._used_bytes -= block.size_bytes
-        self._free.append(block)
+        self._returned.append(block)
 
     def rest(self) -> None:
         """A pass has ended under a plan."""
         self._idle += 1
-        if self._idle >= IDLE_PASSES and self._free:
+        if self._idle >= IDLE_PASSES and self._pieces:
             self.empty()
 
     def empty(self) -> None:
-        """Give back what no tensor uses."""
-        while self._free:
-            self._give_back_oldest()
-        self._most_used_bytes = self._used_bytes
+        """Give back the pieces that no tensor uses."""
+        self._join()
+        for piece in [piece for piece in self._pieces if piece.unused]:
+            self._backend.give_back(piece.memory)
+            self._pieces.remove(piece)
 
     def forget(self) -> None:
         """The backend was closed, and all of its host memory went with that."""
-        self._free.clear()
-        self.taken_bytes = self._used_bytes = self._most_used_bytes = 0
+        self._pieces.clear()
+        self._returned.clear()
 
-    def _smallest(self, least_bytes: int, most_bytes: int | None = None) -> HostBlock | None:
-        fitting = [
-            block
-            for block in self._free
-            if block.size_bytes >= least_bytes
-            and (most_bytes is None or block.size_bytes <= most_bytes)
-        ]
-        if not fitting:
-            return None
-        block = min(fitting, key=lambda block: block.size_bytes)
-        self._free.remove(block)
-        return block
+    def _join(self) -> None:
+        while self._returned:
+            block = self._returned.pop()
+            block.piece.put(block.begin, block.begin + block.size_bytes)
 
-    def _new(self, size_bytes: int) -> HostBlock:
-        new_bytes = class_bytes(size_bytes)
-        used_bytes = max(self._most_used_bytes, self._used_bytes + new_bytes)
-        while self._free and self.taken_bytes + new_bytes > SPARE * used_bytes:
-            self._give_back_oldest()
-        while True:
+    def _smallest(self, size_bytes: int) -> _Part | None:
+        """The smallest free part of at least this size."""
+        fitting = (
+            _Part(end - begin, number, at)
+            for number, piece in enumerate(self._pieces)
+            for at, (begin, end) in enumerate(piece.free)
+            if end - begin >= size_bytes
+        )
+        return min(fitting, default=None)
+
+    def _new(self, size_bytes: int) -> _Piece:
+        for ample_bytes in (max(size_bytes, self.taken_bytes // GROWTH), size_bytes):
             try:
-                memory = self._backend.reserve(new_bytes)
+                return _Piece(self._backend.reserve(ample_bytes), ample_bytes)
             except HostMemoryError:
-                block = self._smallest(size_bytes)
-                if block is not None:
-                    return block
-                if not self._free:
-                    raise
-                self._give_back_oldest()
-                continue
-            self.taken_bytes += new_bytes
-            return HostBlock(memory, new_bytes)
-
-    def _give_back_oldest(self) -> None:
-        block = self._free.pop(0)
-        self._backend.give_back(block.memory)
-        self.taken_bytes -= block.size_bytes
+                pass
+        self.empty()
+        return _Piece(self._backend.reserve(size_bytes), size_bytes)
 
 
 class HostArena:

@@ -179,6 +179,8 @@ class Cuda:
         """It is kept by address."""
         self._mapped: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
         """It holds, by address, what has become part of the device's memory."""
+        self._allocated: Callable[[int], tuple[int, int]] | None = None
+        """The compiled library tells what is in use, and the most since that was reset."""
 
     @classmethod
     def open(cls, index: int | None = None, host: HostLimit | None = None) -> Cuda:
@@ -190,6 +192,7 @@ class Cuda:
         return cls(device, _Lane(device), _Lane(device), host)
 
     def use_library(self, compiled: Any) -> None:
+        self._allocated = getattr(compiled, "allocated_bytes", None)  # not with PyTorch 2.8
         for lane in (self._out, self._in):
             lane.use_library(compiled)
 
@@ -278,7 +281,7 @@ class Cuda:
         torch_internals.cuda_sleep(int(seconds * CLOCK_HZ))
 
     def used_bytes(self) -> int | None:
-        return self._allocated_bytes("current")
+        return self._allocated_bytes()[0]
 
     def peak_bytes(self) -> int | None:
         peak_bytes = self.peak_so_far_bytes()
@@ -286,12 +289,16 @@ class Cuda:
         return peak_bytes
 
     def peak_so_far_bytes(self) -> int | None:
-        return self._allocated_bytes("peak")
+        return self._allocated_bytes()[1]
 
-    def _allocated_bytes(self, which: str) -> int:
+    def _allocated_bytes(self) -> tuple[int, int]:
+        """Now, and the most since that was reset. Without a plan this is asked for each tensor."""
+        if self._allocated is not None:
+            return self._allocated(self._index)
         # `memory_allocated` first sorts all figures by name, which takes long.
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats["allocated_bytes"]["all"][which]) if stats else 0
+        found = stats["allocated_bytes"]["all"] if stats else {"current": 0, "peak": 0}
+        return int(found["current"]), int(found["peak"])
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
@@ -26,10 +27,47 @@ largest)."""
 EARLY_SHARE = 1 / 16
 """Copies start this share of the budget below the level at which tensors are evicted."""
 MOST_SURGES = 256
-"""Where shapes keep changing, passes begin in ever new ways. Only the largest surge is remembered
-then, as one of the largest passes."""
+"""Where shapes keep changing, passes begin in ever new ways. The last ones are remembered then."""
 
 Reference = weakref.ref[Saved]
+
+
+class SurgeShown(NamedTuple):
+    """What a pass has shown: how far it goes above a level."""
+
+    level_bytes: int
+    """It was kept at this one. At a higher level passes go less far above it, or as far."""
+    over_bytes: int
+
+
+class RisesBetweenSaves:
+    """What is in use each time that a pass saves a tensor without a plan, and how far it has risen
+    since the time before.
+
+    The most of this, less one rise, is a level that the pass can be kept at. How far the peak is
+    above that does not depend on the level that was asked for, which may be out of reach: below
+    what weights and state take, all that can leave does.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        self.largest_bytes = 0
+        """The largest rise."""
+        self._last_bytes: int | None = None
+
+    def before_save(self, used_bytes: int) -> None:
+        """So much is in use, with what is being saved."""
+        self.most_bytes = max(self.most_bytes, used_bytes)
+        if self._last_bytes is not None:
+            self.largest_bytes = max(self.largest_bytes, used_bytes - self._last_bytes)
+
+    def after_save(self, used_bytes: int) -> None:
+        """So much is left in use."""
+        self._last_bytes = used_bytes
+
+    def keeps(self, level_bytes: int) -> bool:
+        """The pass was kept at this level, but for one rise."""
+        return self.most_bytes <= level_bytes + self.largest_bytes
 
 
 class Demand:
@@ -37,13 +75,16 @@ class Demand:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._surges: dict[int, int] = {}
-        """How far passes went above the level, by their first event; at most by the budget, since
-        at a level of nothing all leaves that can."""
+        self._surges: dict[int, SurgeShown] = {}
+        """By the first event of passes; at most the budget, since at a level of nothing all leaves
+        that can."""
+        self._short_bytes = 0
+        """By so much passes went further than was expected by those that began the most alike."""
         self._first = 0
         """The present pass, or the last one, has begun with so many bytes: its first event."""
         self._surge_bytes: int | None = None
         """So far it is expected to go above the level; None: no pass has shown that."""
+        self._rises = RisesBetweenSaves()
         self.lent: list[Reference] = []
         """Backward has used these in a graph that it retains, and needs them again last of all. It
         is always this list."""
@@ -66,6 +107,7 @@ class Demand:
     def begin(self, first: int) -> None:
         """A pass begins with this event."""
         self._first, self._surge_bytes = first, self._expected(first)
+        self._rises = RisesBetweenSaves()
         self.lent.clear()
         self._resident.clear()
         self._leaving.clear()
@@ -84,26 +126,50 @@ class Demand:
                 self._resident.append(saved.itself)
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A pass, or the rest of one that departed from its plan, had this peak. One that did not
-        reach the level has not shown how far it would go above it."""
-        over_bytes = min(peak_bytes - self.offload_above_bytes(budget_bytes), budget_bytes)
+        """A pass, or the rest of one that departed from its plan, had this peak."""
+        level_bytes, rises = self.offload_above_bytes(budget_bytes), self._rises
+        exceeds = peak_bytes > budget_bytes
+        over_bytes = peak_bytes - level_bytes
+        if rises.most_bytes and not (exceeds and rises.keeps(level_bytes)):
+            over_bytes = peak_bytes - rises.most_bytes + rises.largest_bytes
+        over_bytes = min(over_bytes, budget_bytes)
         if over_bytes <= 0:
             return
+        before = self._surges.pop(self._first, None)
+        shown = SurgeShown(level_bytes, over_bytes)
+        if before is None:
+            if self._surges:
+                self._short_bytes = max(self._short_bytes, over_bytes - self._alike(self._first))
+        elif exceeds:  # for good: others that begin so may be larger
+            shown = SurgeShown(budget_bytes, max(before.over_bytes, over_bytes))
+        elif level_bytes < before.level_bytes:
+            shown = before
         if len(self._surges) == MOST_SURGES:
-            self._surges = {max(self._surges): max(self._surges.values())}
-        self._surges[self._first] = max(self._surges.get(self._first, 0), over_bytes)
-        self._surge_bytes = self._surges[self._first]
+            del self._surges[next(iter(self._surges))]
+        self._surges[self._first] = shown
+        self._surge_bytes = shown.over_bytes
 
     def _expected(self, first: int) -> int | None:
         """How far a pass that begins so is expected to go above the level: as before, or, if none
-        has begun so, as far as any. One that begins with a larger tensor than all others (a longer
-        text) needs more in proportion."""
+        has begun so, like those that begin the most alike. One that begins with a larger tensor
+        than all others (a longer text) needs more in proportion."""
         found = self._surges.get(first)
         if found is not None or not self._surges:
-            return found
+            return None if found is None else found.over_bytes
+        most = max(shown.over_bytes for shown in self._surges.values())
         largest = max(self._surges)
-        in_proportion = self._surges[largest] * first // largest if largest else 0
-        return max(in_proportion, *self._surges.values())
+        if first > largest:
+            in_proportion = self._surges[largest].over_bytes * first // max(1, largest)
+            return max(most, in_proportion)
+        return min(most, self._alike(first) + self._short_bytes)
+
+    def _alike(self, first: int) -> int:
+        """How far those have gone that begin with a little more and a little less."""
+        nearest = (
+            min((begin for begin in self._surges if begin > first), default=None),
+            max((begin for begin in self._surges if begin < first), default=None),
+        )
+        return max(self._surges[begin].over_bytes for begin in nearest if begin is not None)
 
     def saved(self, saved: Saved) -> None:
         """A tensor was saved without a plan."""
@@ -121,14 +187,18 @@ class Demand:
     def before_save(self, budget_bytes: int, size_bytes: int) -> None:
         """So many bytes are saved. Where the budget is reached, start to copy what nothing else
         uses, and evict it; what is held by the program waits for a later event."""
+        over_bytes = self._over_bytes(budget_bytes, size_bytes)
+        used_bytes = over_bytes + self.offload_above_bytes(budget_bytes)
+        self._rises.before_save(used_bytes)
+        left_bytes = 0
         if self._resident or self.lent or self._leaving:
-            over_bytes = self._over_bytes(budget_bytes, size_bytes)
             lacking_bytes = over_bytes + int(EARLY_SHARE * budget_bytes) - self._leaving_bytes
             for candidates in (self.lent, self._resident):
                 lacking_bytes = self._start(candidates, lacking_bytes)
             if lacking_bytes > 0:
                 self._resident += self._come_back()
-            self._evict(over_bytes)
+            left_bytes = self._evict(over_bytes)
+        self._rises.after_save(used_bytes - left_bytes)
 
     def before_use(self, budget_bytes: int, missing_bytes: int) -> None:
         """Evict what is lent if so many bytes more, which backward needs, would reach the budget.
@@ -202,16 +272,19 @@ class Demand:
                 self._store.fetch(saved)
         return found
 
-    def _evict(self, over_bytes: int) -> None:
-        while over_bytes > 0 and self._leaving:
+    def _evict(self, over_bytes: int) -> int:
+        """Free so much of what is leaving, as far as there is so much; what was freed."""
+        freed_bytes = 0
+        while over_bytes > freed_bytes and self._leaving:
             saved = self._leaving.popleft()()
             if saved is None:
                 continue
             self._store.evict(saved)
             if saved.state == EVICTED:
                 self.spilled += 1
-                over_bytes -= saved.size_bytes
+                freed_bytes += saved.size_bytes
                 self._note_left(saved)
+        return freed_bytes
 
     def _note_left(self, saved: Saved) -> None:
         if saved.number not in self._left:

@@ -1,10 +1,12 @@
-// The calls of the driver that start a copy between host and device: `_Lane` of cuda.py, which
-// gives their addresses.
+// What cuda.py leaves to the library: the calls of the driver that start a copy between host and
+// device (`_Lane`, which gives their addresses), and how much of the device is in use.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <cstdint>
 
@@ -41,5 +43,19 @@ class CopyCalls {
   Hold hold_;
   void *stream_, *ready_;
 };
+
+// `Cuda._allocated_bytes`. In PyTorch 2.8 only the CUDA library itself tells, against which ours is
+// not linked.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+void define_allocated_bytes(py::module_& m) {
+  m.def("allocated_bytes", torch::wrap_pybind_function([](c10::DeviceIndex device) {
+          const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device);
+          const auto& bytes = stats.allocated_bytes[0];  // of all pools
+          return std::pair(bytes.current, bytes.peak);
+        }));
+}
+#else
+void define_allocated_bytes(py::module_&) {}
+#endif
 
 }  // namespace

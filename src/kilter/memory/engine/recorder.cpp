@@ -630,6 +630,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<CopyCalls>(m, "CopyCalls")
       .def(py::init<Address, Address, Address, Address, Address>())
       .def("start", &CopyCalls::start);
+  define_allocated_bytes(m);
   py::class_<ResolvedRecipe>(m, "ResolvedRecipe")
       .def(py::init<py::object, const py::object&, const py::object&, const py::object&>());
   m.attr("Position") = py::reinterpret_steal<py::object>(PyType_FromSpec(&position_type));

@@ -289,6 +289,7 @@ class Store:
     def begin(self, stream: int = 0, over: Callable[[], None] = lambda: None) -> Pass:
         """Begin a pass on this stream. Everything that is saved in the pass holds the `Pass`;
         `over` is called when nothing of that is left."""
+        self.use_library()
         within = Pass(stream)
         self.within = weakref.ref(within, lambda _: self.guard(over))
         dependents = {

@@ -110,7 +110,6 @@ class TensorHooks:
         carry out all that is due or `overdue`, and with a tensor that backward needs and that is
         not there. While something is `lent` it leaves all to Python."""
         store = self._store
-        store.use_library()
         if store.compiled is not None:
             self._position = store.compiled.Position(
                 overdue,

@@ -112,6 +112,21 @@ def test_what_one_rank_cannot_do_is_done_by_none() -> None:
     assert ranks[1].heard[0][1].why_not == "the ranks train different models"
 
 
+def test_ranks_with_short_iterations_hear_of_each_other_before_a_turn_was_measured() -> None:
+    """Our threads look at what was said once in 50 iterations; the first round has no turn behind
+    it, but iterations were timed."""
+    _, ranks = job(note(None), note(None))
+    for rank in ranks:
+        rank.times.mixed_s.append(0.002)
+    for _ in range(40):
+        run(ranks, 50, ticks=0)
+        for rank in ranks:
+            rank.agreement.tick()
+    assert not any(rank.agreement.lost for rank in ranks)
+    assert ranks[0].heard
+    assert ranks[0].heard == ranks[1].heard
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_all_ranks_change_at_the_same_iteration_end_whatever_is_late(seed: int) -> None:
     """Threads of ours that sleep, programs that run ahead, in any order."""

@@ -216,13 +216,15 @@ def test_the_ranks_choose_alike_at_the_same_iterations(
 def test_the_ranks_choose_alike_where_shapes_keep_changing(
     wrap: str, warm: WarmPython, tmp_path: Path
 ) -> None:
-    """No pass has a plan, and tensors are offloaded on demand."""
+    """Passes have the plan of a larger one, or none, and tensors are offloaded on demand."""
     head = HEAD.replace("iteration_times.MEASURED,", "iteration_times.MIXED,")
     changing = TAIL.replace("torch.randn(256, 32)", "torch.randn(256 + len(seen) * 37 % 1009, 32)")
     one, other = both(warm, tmp_path, head + wrap + changing + LOOP)
     assert one["chosen"] == other["chosen"] != []
     assert one["chosen"][0].startswith("the model's own checkpointing is on (Model): ")
-    assert one["chosen"][0].endswith("with tensors offloaded on demand [measured]")
+    assert one["chosen"][0].endswith(
+        "with tensors recomputed by plans or offloaded on demand [measured]"
+    )
     assert one["flags"] == other["flags"]
 
 
@@ -292,7 +294,7 @@ NO_PLAN = """LEAD_S = 0.5
 
 ACCIDENT = """
 atexit.register(lambda: open(f"left-{rank}", "w").write(str(left())))
-while len(seen) < 600:
+while len(seen) < 4000:
     step()
     if any(seen[-1]):
         open(f"on-{rank}", "w").close()

@@ -74,6 +74,11 @@ class IterationTimes:
         """An iteration takes this in the median, under a plan or not; None: not known yet."""
         return median_s(self.mixed_s) if len(self.mixed_s) >= MIXED else None
 
+    @property
+    def usual_s(self) -> float | None:
+        """An iteration takes about this, whatever it is; None: none was timed yet."""
+        return median_s(self.planned_s or self.mixed_s or self.plain_s)
+
     def passes_each(self, passes: int) -> float:
         """An iteration has so many passes in the mean, if there were so many in all."""
         return max(1.0, passes / max(1, self.index))

@@ -179,7 +179,7 @@ class RankAgreement:
             notes.append(msgspec.json.decode(raw, type=TurnNote))
             if len(notes) == ranks:
                 note = reduce(TurnNote.with_, notes)
-                self._iteration_s = note.seconds or self._iteration_s
+                self._iteration_s = note.seconds or self._times.usual_s or self._iteration_s
                 ahead = 2 + math.ceil(LEAD_S * 2**self._noes / self._iteration_s)
                 answer = msgspec.json.encode((self._times.index + ahead, note))
                 messages.post(f"{now.name}/answer", answer)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.engine.other_sizes import TRIES
 from kilter.memory.engine.watch import IN_VAIN, RARELY, SELDOM, Attention
 from kilter.memory.plan.problem import Link
 
@@ -73,7 +74,10 @@ def test_ever_changing_shapes_are_watched_a_bounded_number_of_times() -> None:
 
     report = compared(work, 100 * ROW_BYTES)
     assert report.passes == passes - 1  # the last one is still open
-    assert report.watched == IN_VAIN + IN_VAIN + (passes - IN_VAIN - IN_VAIN * SELDOM) // RARELY
+    # Each is larger than all before, so what is tried serves none of them.
+    seldom = IN_VAIN + IN_VAIN + (passes - IN_VAIN - IN_VAIN * SELDOM) // RARELY
+    assert report.watched <= seldom + TRIES
+    assert report.planned == 0
     assert report.watched_every == RARELY
     assert report.spilled > passes  # the budget holds without a plan
 
@@ -86,8 +90,7 @@ def test_a_job_that_settles_gets_a_plan() -> None:
             yield job.step(200)
 
     report = compared(work, 1000 * ROW_BYTES)
-    assert report.planned > 0
-    assert report.watched_every == 1
+    assert report.planned > 2 * SELDOM
 
 
 @pytest.mark.parametrize("kinds", [2, 3, 8])

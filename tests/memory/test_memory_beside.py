@@ -82,7 +82,7 @@ def test_a_plan_is_made_anew_for_what_is_left_of_the_budget(rounds: int) -> None
     (kind,) = training.swapper._kinds
     assert kind.plan is not None
     assert kind.plan.value.peak_bytes <= budget_bytes - SAVED_BYTES // 5 + 4096
-    assert kind.plan.peak_bytes <= budget_bytes
+    assert kind.plan.use.peak_bytes <= budget_bytes
     report = training.swapper.report()
     assert report.settled
     assert report.most_bytes > budget_bytes  # which is told: passes before were above it
@@ -113,5 +113,5 @@ def test_a_plan_that_held_is_made_for_as_much_less_as_is_needed() -> None:
     training.train(18 * CHECK_AFTER)
     (kind,) = kinds
     assert kind.plan is not None
-    assert kind.plan.peak_bytes <= budget_bytes
+    assert kind.plan.use.peak_bytes <= budget_bytes
     assert kind.less_bytes <= 1.1 * SAVED_BYTES // 5

@@ -475,7 +475,10 @@ def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said()
     ("own_s", "words"),
     [
         (0.2, "the model's own checkpointing is on (_Model): 200 ms an iteration with"),
-        (0.4, "tensors are offloaded on demand, as shapes keep changing: 400 ms an iteration with"),
+        (
+            0.4,
+            "tensors are recomputed by plans or offloaded on demand, as shapes keep changing: 400",
+        ),
     ],
     ids=["faster", "slower"],
 )
@@ -493,7 +496,9 @@ def test_where_shapes_keep_changing_own_checkpointing_is_compared_with_no_plan(
         times.mixed_s.append(duration_s)
         choice.iteration_ended(settled=False, changing=True)
     assert choice.words.startswith(words)
-    assert choice.words.endswith("300 ms with tensors offloaded on demand [measured]")
+    assert choice.words.endswith(
+        "300 ms with tensors recomputed by plans or offloaded on demand [measured]"
+    )
     assert model.layers[0].gradient_checkpointing == (own_s < 0.3)
     assert engine.asked == []  # calls are not tried
     assert choice.kept is None
@@ -535,10 +540,12 @@ def test_a_run_whose_shapes_keep_changing_compares_and_says_so(tmp_path: Path) -
     assert all(torch.equal(a, b) for a, b in zip(plain, governed, strict=True))
     memory = json.loads((out / "report.json").read_text())["memory"]
     assert "with the model's own checkpointing, " in memory["recompute_choice"]
-    assert memory["recompute_choice"].endswith("with tensors offloaded on demand [measured]")
+    assert memory["recompute_choice"].endswith(
+        "with tensors recomputed by plans or offloaded on demand [measured]"
+    )
     assert not any(layer.gradient_checkpointing for layer in net.layers)
     assert memory["peak_bytes"] <= memory["budget_bytes"]
-    assert memory["planned"] == 0
+    assert memory["planned"] > 50  # by plans of passes that are a little larger
 
 
 @pytest.fixture

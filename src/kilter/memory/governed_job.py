@@ -249,10 +249,11 @@ class GovernedJob:
             self._budget.settle_for_least(self._link)
 
     def _changing(self, report: SwapReport) -> bool:
-        """Shapes keep changing under a budget, most iterations have no plan, and nothing else is
-        being decided."""
+        """Shapes keep changing under a budget, most iterations have no plan or that of a larger
+        one, and nothing else is being decided."""
         counts, policy = self._times.counts, self._policy
-        mostly = report.watched_every > 1 and counts["others"] >= counts["planned"]
+        unplanned = counts["others"] >= counts["planned"] or report.serves_sizes
+        mostly = report.watched_every > 1 and unplanned and not report.tries_sizes
         decided = not self._compiled.searching and (policy is None or policy.mover is None)
         return mostly and decided and self._budget.in_force.size_bytes is not None
 

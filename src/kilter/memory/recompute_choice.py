@@ -7,8 +7,8 @@ and measured; two at a time are compared (`way_comparison.py`). What single oper
 the host's time is counted in plans for them where that makes iterations shorter, and when calls are
 chosen, for each tensor that they spare (`host_time.py`).
 
-Where shapes keep changing, most passes have no plan, and tensors are offloaded on demand. Then that
-is compared with the model's own checkpointing, by all iterations.
+Where shapes keep changing, passes have the plan of a larger one, or none, and tensors are offloaded
+on demand. Then that is compared with the model's own checkpointing, by all iterations.
 
 A job that comes again begins with the way that its last run has measured to be the fastest
 (`kept_recompute.py`), and compares them only where that way is not to be had any more.

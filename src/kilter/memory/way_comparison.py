@@ -24,8 +24,8 @@ class WayComparison:
         self.other: RecomputeWay | None = None
         """It is None until the job was looked at."""
         self.on_demand = False
-        """Most passes have no plan: where nothing is checkpointed, tensors are offloaded on
-        demand."""
+        """Shapes keep changing: where nothing is checkpointed and there is no plan, tensors are
+        offloaded on demand."""
         self._turns_s: list[float] = []
         """An iteration takes so many seconds in each turn of the two."""
         self.measured_s: dict[RecomputeWay, float] = {}
@@ -57,7 +57,7 @@ class WayComparison:
         """What was measured; empty: nothing."""
         names = {way: way.value for way in RecomputeWay}
         if self.on_demand:
-            names[RecomputeWay.OPERATIONS] = "tensors offloaded on demand"
+            names[RecomputeWay.OPERATIONS] = "tensors recomputed by plans or offloaded on demand"
         each = [f"{show_time(time_s)} with {names[way]}" for way, time_s in self.measured_s.items()]
         measured = ", ".join(each).replace(" with", " an iteration with", 1)
         return f"{measured} [measured]" if each else ""

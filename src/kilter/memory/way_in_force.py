@@ -61,8 +61,8 @@ class WayInForce:
         self._times.begin_plan()
 
     def stay(self, why: str, *, on_demand: bool = False) -> str:
-        """Nothing changes any more. Gives the sentence that says so; `on_demand` says that most
-        passes have no plan."""
+        """Nothing changes any more. Gives the sentence that says so; `on_demand` says that
+        shapes keep changing."""
         self._aside.clear()
         what = {
             RecomputeWay.CALLS: "calls of modules are recomputed where they pay",
@@ -70,7 +70,7 @@ class WayInForce:
             RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[self.way]
         if on_demand and self.way is RecomputeWay.OPERATIONS:
-            what = "tensors are offloaded on demand, as shapes keep changing"
+            what = "tensors are recomputed by plans or offloaded on demand, as shapes keep changing"
         if self._host.counted_s and self.way is RecomputeWay.OPERATIONS:
             what += f", each counted with {show_time(self._host.counted_s)} of the host's time"
         why_not = "" if self._own is None else self._own.why_not

@@ -67,6 +67,10 @@ class SwapReport(MemoryCounts, frozen=True, kw_only=True):
     watched_every: int
     """Of passes without a plan one in this many is watched; more than 1 where shapes keep changing.
     """
+    serves_sizes: bool
+    """Plans serve passes of other sizes than their own."""
+    tries_sizes: bool
+    """Plans for more sizes may come."""
     held_peak_bytes: int
     """Saved tensors had at most so many bytes on the device at one time, in the last pass that was
     watched, or among the first under a plan."""
@@ -227,6 +231,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned=counts.planned,
             watched=counts.watched,
             watched_every=self._kinds.attention.every,
+            serves_sizes=self._next.sizes.serves,
+            tries_sizes=self._next.sizes.tries,
             deviations=counts.deviations,
             late=counts.late,
             hastened=self._kinds.hastened,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kilter.memory import messages
-from kilter.memory.engine.pass_kinds import PassKind, PassKinds
+from kilter.memory.engine.other_sizes import OtherSizes
+from kilter.memory.engine.pass_kinds import SETTLED_STEPS, PassKind, PassKinds
 from kilter.memory.engine.ready import Ready
 
 TELL_OF_OLDER = 8
@@ -148,6 +149,11 @@ class NextPass:
 
     def __init__(self, kinds: PassKinds) -> None:
         self._kinds = kinds
+        self.sizes = OtherSizes(kinds)
+        self._scaled: Ready | None = None
+        """The present pass began with this plan of a larger one."""
+        self._expected: PassKind | None = None
+        """What is tried in the present pass was not seen before."""
         self._deviations = Deviations()
         self._order = PassOrder()
         self._begun: Ready | None = None
@@ -165,13 +171,26 @@ class NextPass:
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
         plan = self._order.plan(_plans(alike))
-        watched = candidate is not None or self._to_be_watched(alike, plan)
-        if plan is not None and not watched and older:
+        scaled, to_try = None, None
+        if may_plan and candidate is None and not _plans(alike):
+            scaled, to_try = self._of_another_size(first, budget_bytes)
+            candidate = to_try
+        watched = candidate is not None or (scaled is None and self._to_be_watched(alike, plan))
+        if (plan or scaled) is not None and not watched and older:
             self._tell_of_older_graph()
         if watched or older:
-            plan = None
-        self._begun = plan
-        return Beginning(candidate, watched, plan)
+            plan = scaled = None
+        self._begun, self._sized = plan, (scaled or to_try) is not None
+        return Beginning(candidate, watched, plan or scaled)
+
+    def _of_another_size(
+        self, first: int, budget_bytes: int
+    ) -> tuple[Ready | None, PassKind | None]:
+        """Where shapes keep changing: the plan of a larger pass, or what is to be tried."""
+        if self._kinds.attention.every == 1 or self.steps < SETTLED_STEPS:
+            return None, None
+        plan = self.sizes.plan(first, budget_bytes)
+        return plan, None if plan is not None else self.sizes.candidate(first, budget_bytes)
 
     def ended(
         self, events: tuple[int, ...] | None, event: int, *, deviated: bool, watched: bool
@@ -179,6 +198,10 @@ class NextPass:
         """The present pass had these events; None: they are not known, or others than those of its
         plan from its event number `event` on. `deviated` says that it departed from its plan."""
         self._deviations.pass_ended(deviated=deviated)
+        if self._scaled is not None:
+            self.sizes.ended(as_expected=not deviated)
+        if self._expected is not None:
+            self.sizes.ended(as_expected=self._expected.tried)
         if self._begun is None and not watched:
             self._order.pass_unseen()
         else:
@@ -187,16 +210,19 @@ class NextPass:
     def forget(self) -> None:
         """There are other plans from here on."""
         self._deviations.forget()
+        self.sizes.forget()
 
     def _candidate(self, first: int, budget_bytes: int, *, may_plan: bool) -> PassKind | None:
-        """The kind of pass that is to be tried now. Those that were tried are planned."""
-        planned = self._order.expects(_plans(self._kinds.alike(first)))
+        """The kind of pass that is to be tried now. Those that were tried are planned; where shapes
+        keep changing, those that begin otherwise when they come."""
+        alike = self._kinds.alike(first)
+        planned = self._order.expects(_plans(alike))
         candidate = self._kinds.candidate(self.steps, first, planned=planned)
         if candidate is not None and candidate.tried:
             if may_plan:
                 self._kinds.plan(candidate, budget_bytes)
             candidate = None
-        for kind in self._kinds:
+        for kind in self._kinds if self._kinds.attention.every == 1 else alike:
             if kind.outdated:
                 self._kinds.plan(kind, budget_bytes)
         return candidate

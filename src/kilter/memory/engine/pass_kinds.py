@@ -7,7 +7,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from statistics import median
@@ -19,8 +19,10 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
+from kilter.memory.engine.other_sizes import structure
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
+from kilter.memory.engine.resolved import ResolvedRecipes
 from kilter.memory.engine.store import Store
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
@@ -66,6 +68,8 @@ class PassKind:
     """One kind of pass: its record, and its plan."""
 
     record: PassRecord
+    structure: int = field(init=False)
+    """The same for kinds that differ in sizes alone."""
     tried: bool = False
     """Its recipes were tried against the real tensors."""
     trials: int = 0
@@ -95,6 +99,9 @@ class PassKind:
     """So many passes under its plan have run since it was looked whether that holds."""
     check_after: int = CHECK_AFTER
 
+    def __post_init__(self) -> None:
+        self.structure = structure(self.record)
+
     def begins_under_plan(self) -> bool:
         """A pass begins. Gives whether it is time to look if the plan still holds."""
         self.unchecked += 1
@@ -116,7 +123,9 @@ class PassKind:
     def settled(self) -> bool:
         """Its plan, if it has one, was measured and holds."""
         plan = self.plan
-        return plan is None or (plan.tuned >= TUNED and not self.outdated and not plan.waits)
+        return plan is None or (
+            plan.use.tuned >= TUNED and not self.outdated and not plan.use.waits
+        )
 
 
 Kinds = dict[tuple[int, ...], PassKind]
@@ -146,6 +155,7 @@ class PassKinds:
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
         """It has what trials have found of kinds that are watched anew, since their levels are
         others."""
+        self._expected: PassKind | None = None
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
         self._retained = False
@@ -280,19 +290,30 @@ class PassKinds:
             kind.record.merge(record)
             kind.weighed |= weighed
         else:
-            if len(self._by_events) == MAX_KINDS:
-                plans = {events: kind.plan for events, kind in self._by_events.items()}
-                del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
             before = self._tried_before.pop(record.events, None)
             if before is not None:
                 record.learn(before)
-            tried = before is not None
-            self._by_events[record.events] = PassKind(record, weighed=weighed, tried=tried)
+            self._add(PassKind(record, weighed=weighed, tried=before is not None))
+
+    def _add(self, kind: PassKind) -> None:
+        if len(self._by_events) == MAX_KINDS:
+            plans = {events: kind.plan for events, kind in self._by_events.items()}
+            del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
+        self._by_events[kind.record.events] = kind
+
+    def expect(self, record: PassRecord) -> PassKind:
+        """A pass like this begins, as far as is known, and is tried; if it is one, it is a kind."""
+        self._expected = PassKind(record, weighed=True)
+        return self._expected
 
     def tried(self, record: PassRecord) -> None:
         """A pass was watched while its tensors were recomputed beside the real ones. It may be of
         another kind than the one for which that was done, or of none that is known."""
+        expected, self._expected = self._expected, None
         kind = self._by_events.get(record.events)
+        if kind is None and expected is not None and expected.record.events == record.events:
+            kind = expected
+            self._add(kind)
         if kind is None:
             return
         kind.record.learn(record)
@@ -303,36 +324,36 @@ class PassKinds:
     @property
     def highest_bytes(self) -> int:
         """The largest peak of a pass of any kind, as they run now."""
-        peaks = [kind.plan.peak_bytes for kind in self if kind.plan is not None]
+        peaks = [kind.plan.use.peak_bytes for kind in self if kind.plan is not None]
         return max([self.unplanned_peak_bytes, *peaks])
 
     def measures(self, planned: Ready, budget_bytes: int) -> bool:
         """Whether the peak of the pass that begins under this plan is to be measured."""
-        if planned.tuned < TUNED:
+        if planned.use.tuned < TUNED:
             return True
-        for kind in self:
-            if kind.plan is planned and kind.begins_under_plan():
-                peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
-                if peak_bytes is None or peak_bytes > budget_bytes:
-                    return True
-                kind.excesses = 0  # the plan holds
+        kind = self._kind_of(planned)
+        if kind is not None and kind.begins_under_plan():
+            peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
+            if peak_bytes is None or peak_bytes > budget_bytes:
+                return True
+            kind.excesses = 0  # the plan holds
         return False
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:
         fragments and workspace are seen by no event, nor what the program keeps beside the pass."""
-        planned.tuned += 1
+        planned.use.tuned += 1
         if peak_bytes is None:
             return
         self.counted(planned, peak_bytes)
         self.peaks_bytes.append(peak_bytes)
         over_bytes = peak_bytes - budget_bytes
-        for kind in self:
-            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
-                kind.excesses += 1
-                # More each time, since another plan errs by another amount.
-                kind.less_bytes += kind.excesses * over_bytes
-                kind.outdated = True
+        kind = self._kind_of(planned)
+        if over_bytes > 0 and kind is not None and kind.excesses < MAX_EXCESSES:
+            kind.excesses += 1
+            # More each time, since another plan errs by another amount.
+            kind.less_bytes += kind.excesses * over_bytes
+            kind.outdated = True
 
     def counted(self, planned: Ready | None, peak_bytes: int) -> None:
         """Any pass has ended with this peak, which is reported."""
@@ -340,15 +361,20 @@ class PassKinds:
         if planned is None:
             self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
         else:
-            planned.peak_bytes = max(planned.peak_bytes, peak_bytes)
+            planned.use.peak_bytes = max(planned.use.peak_bytes, peak_bytes)
 
     def call_failed(self, planned: Ready) -> None:
         """In a pass under this plan a call ran otherwise than when it was tried."""
-        for kind in self:
-            if kind.plan is planned:
-                kind.failed_calls += 1
-                if kind.failed_calls >= MAX_FAILED_CALLS:
-                    kind.record.segments, kind.outdated = (), True
+        kind = self._kind_of(planned)
+        if kind is not None:
+            kind.failed_calls += 1
+            if kind.failed_calls >= MAX_FAILED_CALLS:
+                kind.record.segments, kind.outdated = (), True
+
+    def _kind_of(self, planned: Ready) -> PassKind | None:
+        """The kind for which that was planned."""
+        kinds = (kind for kind in self if kind.plan is not None and kind.plan.use is planned.use)
+        return next(kinds, None)
 
     def outdate(self) -> None:
         """The budget is another: every plan is made anew, and earlier peaks do not count."""
@@ -359,22 +385,23 @@ class PassKinds:
 
     def listens(self, planned: Ready) -> bool:
         """Whether waiting for copies is to be timed in the pass that begins."""
-        if planned.quiet:
-            planned.quiet -= 1
+        if planned.use.quiet:
+            planned.use.quiet -= 1
             return False
         return bool(planned.places)
 
     def waited(self, planned: Ready, waits: Waits) -> None:
         """A pass under a plan has ended in which waiting was timed. After `TUNED` of them late
         loads are started earlier; if that does not help, the link is slower than its table says."""
-        planned.waits.append(waits)
-        if len(planned.waits) < TUNED:
+        use = planned.use
+        use.waits.append(waits)
+        if len(use.waits) < TUNED:
             return
-        found, took_s = _usual(planned), median(one.took_s() for one in planned.waits)
-        planned.waits.clear()
-        planned.quiet = LISTEN_EVERY
+        found, took_s = _usual(planned), median(one.took_s() for one in use.waits)
+        use.waits.clear()
+        use.quiet = LISTEN_EVERY
         self.waited_s = found.total_s
-        kind = next((kind for kind in self if kind.plan is planned), None)
+        kind = self._kind_of(planned)
         if kind is None or kind.outdated or kind.answers == MAX_ANSWERS:
             return
         problem, value = planned.problem, planned.value
@@ -489,6 +516,14 @@ class PassKinds:
         segments = kind.segments
         return ready(kind.record, *planned, retained=self._retained, segments=segments)
 
+    def scaled(self, plan: Ready, record: PassRecord) -> Ready:
+        """The same plan for passes like this, which are of the same structure and no larger."""
+        made = ready(
+            record, plan.problem, plan.numbers, plan.value, plan.places, retained=self._retained
+        )
+        made.use, made.recipes = plan.use, ResolvedRecipes(seldom=True)
+        return self._settled_in(made)
+
     def _settled_in(self, made: Ready) -> Ready:
         if self._arena.memory is not None:
             made.settle_in(self._arena.memory)
@@ -516,7 +551,7 @@ def _usual(planned: Ready) -> Waiting:
     """For each copy the median of the passes that were timed. One of them may be delayed by
     something else, and in the first one, right after planning, the device may wait for the host
     instead of for copies."""
-    found = [waits.read() for waits in planned.waits]
+    found = [waits.read() for waits in planned.use.waits]
     usual = {number: median(one.get(number, 0.0) for one in found) for number in found[0]}
     out_s = usual.pop(None, 0.0)
     indices = {number: index for index, number in enumerate(planned.numbers)}

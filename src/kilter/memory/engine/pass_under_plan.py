@@ -104,7 +104,7 @@ class PassUnderPlan:
         self._quiet = not self.measured
         if self.measured:
             before_bytes = self._backend.peak_bytes()  # from here on
-            if plan is not None and plan.tuned >= TUNED and before_bytes is not None:
+            if plan is not None and plan.use.tuned >= TUNED and before_bytes is not None:
                 self._kinds.counted(plan, before_bytes)  # since it was measured last
         if plan is not None:
             if self._backend.shows_waits and self._kinds.listens(plan):

@@ -85,6 +85,20 @@ def packed_steps(steps: Sequence[ReadyStep]) -> tuple[bytes, bytes]:
 
 
 @dataclass(slots=True)
+class PlanInUse:
+    """What passes under a plan have shown."""
+
+    tuned: int = 0
+    """The peak of so many was measured."""
+    peak_bytes: int = 0
+    """It is the largest of them."""
+    waits: list[Waits] = field(default_factory=list)
+    """They are those of passes in which waiting for copies was timed."""
+    quiet: int = 0
+    """Waiting is not timed in so many coming passes."""
+
+
+@dataclass(slots=True)
 class Ready:
     """One kind of pass under its plan."""
 
@@ -106,14 +120,10 @@ class Ready:
     recipes: ResolvedRecipes = field(default_factory=ResolvedRecipes)
     segments: dict[int, SavedSegment] = field(default_factory=dict)
     """It holds the calls of modules that are recomputed, by the first event inside."""
-    tuned: int = 0
-    """The peak of so many passes was measured."""
-    peak_bytes: int = 0
-    """It is the largest of them."""
-    waits: list[Waits] = field(default_factory=list)
-    """They are those of passes in which waiting for copies was timed."""
-    quiet: int = 0
-    """Waiting is not timed in so many coming passes."""
+    use: PlanInUse = field(default_factory=PlanInUse)
+    """Passes of other sizes, which the same plan serves, have this in common."""
+    others: dict[int, Ready] = field(default_factory=dict)
+    """It serves these too, by their first event."""
 
     @property
     def ends_in_use(self) -> bool:
@@ -126,6 +136,8 @@ class Ready:
             number: arena[offset : offset + size_bytes]
             for number, (offset, size_bytes) in self.places.items()
         }
+        for other in self.others.values():
+            other.settle_in(arena)
 
 
 def ready(

@@ -143,18 +143,21 @@ def _is_plain(value: Any) -> bool:
 class ResolvedRecipes:
     """The recipes of one plan, by number of their tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, seldom: bool = False) -> None:
+        """`seldom`: there may be no other pass under this plan. Recipes are resolved in a second
+        one."""
         self.by_number: dict[int, Any] = {}
         """The compiled library looks here first."""
         self._misses: dict[int, int] = {}
+        self._begin = -2 if seldom else -1
 
     def read(
         self, reader: Reader, tensor: torch.Tensor, number: int, library: Any
     ) -> Recipe | None:
         """The recipe of a tensor which the compiled library has not found here."""
-        misses = self._misses[number] = self._misses.get(number, -1) + 1
+        misses = self._misses[number] = self._misses.get(number, self._begin) + 1
         self.by_number.pop(number, None)
-        if library is None or misses >= MISSES:
+        if library is None or not 0 <= misses < MISSES:
             return reader.read(tensor)
         found = reader.resolve(tensor)
         if found is None:

@@ -1,0 +1,225 @@
+"""Where sizes keep changing, the plan of a pass serves those that are a little smaller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.engine.other_sizes import LESS, MISFITS, TRIES, of_another_size, structure
+from kilter.memory.engine.pass_record import PassRecord, SavedTensor, use_code
+from kilter.memory.engine.watch import IN_VAIN
+from kilter.memory.plan.problem import Link
+
+SLOW = Link(to_host_bytes_per_s=3e8, to_device_bytes_per_s=3e8, both_bytes_per_s=4e8)
+FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
+WIDTH, LAYERS, SIZE_BYTES = 32, 6, 4
+
+# The record of a size
+
+
+@st.composite
+def grown(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """Each tensor has so many bytes, and so many more for each row and for its square; the first
+    one grows with the rows alone."""
+    kinds = st.sampled_from([(1, 0, 0), (0, 1, 0), (3, 2, 0), (0, 0, 1)])
+    factors = st.integers(1, 9)
+    more = [
+        tuple(factor * part for part in kind)
+        for kind, factor in draw(st.lists(st.tuples(kinds, factors), max_size=6))
+    ]
+    return [(0, draw(factors), 0), *more]  # type: ignore[list-item]
+
+
+def record_of(tensors: list[tuple[int, int, int]], rows: int) -> PassRecord:
+    sizes = [SIZE_BYTES * (one + each * rows + square * rows**2) for one, each, square in tensors]
+    count = len(sizes)
+    return PassRecord(
+        events=(*sizes, *(use_code(number) for number in reversed(range(count)))),
+        names=("forward",) * count + ("MulBackward0",) * count,
+        backward_from=count,
+        data=tuple(
+            SavedTensor(
+                name=str(number),
+                size_bytes=size,
+                packed_at=number,
+                free_at=number + 1 + (rows > 100),
+                needed_at=2 * count - 1 - number,
+                recompute_s=1e-6 if rows > 50 or number else None,
+            )
+            for number, size in enumerate(sizes)
+        ),
+        operation_s=[1e-6 * rows] * (2 * count),
+        level_bytes=[1000 + sum(sizes)] * (2 * count),
+        passes=3,
+    )
+
+
+@given(grown(), st.lists(st.integers(1, 500), min_size=3, max_size=3, unique=True))
+def test_two_passes_tell_the_sizes_in_a_third(
+    tensors: list[tuple[int, int, int]], rows: list[int]
+) -> None:
+    one, other, wanted = (record_of(tensors, each) for each in rows)
+    found = of_another_size(one, other, wanted.events[0])
+    assert structure(one) == structure(other) == structure(wanted)
+    assert found is not None
+    assert found.events == wanted.events
+    assert [datum.size_bytes for datum in found.data] == [d.size_bytes for d in wanted.data]
+    assert found.passes == 0
+    assert found.operation_s == pytest.approx(wanted.operation_s)
+    if all(square == 0 for _, _, square in tensors):
+        assert found.level_bytes == pytest.approx(wanted.level_bytes, abs=1)
+    for datum, mine, theirs in zip(found.data, one.data, other.data, strict=True):
+        assert datum.free_at == max(mine.free_at or 0, theirs.free_at or 0)
+        known = mine.recompute_s is not None and theirs.recompute_s is not None
+        assert (datum.recompute_s is not None) == known
+
+
+def test_a_size_that_would_be_no_whole_number_is_not_known() -> None:
+    one, other = (record_of([(0, 3, 0), (0, 1, 0)], rows) for rows in (10, 20))
+    assert of_another_size(one, other, 3 * SIZE_BYTES * 15) is not None
+    assert of_another_size(one, other, 3 * SIZE_BYTES * 15 + 1) is None
+    assert of_another_size(one, one, 3 * SIZE_BYTES * 15) is None
+
+
+def test_a_structure_is_what_is_saved_by_which_operations() -> None:
+    tensors = [(0, 1, 0), (0, 2, 0)]
+    one, more = record_of(tensors, 10), record_of([*tensors, (0, 1, 0)], 10)
+    assert structure(one) != structure(more)
+    other = record_of(tensors, 20)
+    other.names = ("forward",) * 2 + ("DivBackward0",) * 2
+    assert structure(one) != structure(other)
+
+
+# Jobs
+
+
+class Scores(nn.Module):
+    """Attention written out: it saves a square of the length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.softmax(x @ x.T / WIDTH, dim=-1) @ x
+
+
+def net(*, scores: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()]
+        layers += [Scores()] if scores else []
+    return nn.Sequential(*layers)
+
+
+def trained(
+    rows: Callable[[int], int],
+    passes: int,
+    budget_bytes: int,
+    *,
+    scores: bool = False,
+    link: Link = SLOW,
+    retain: bool = False,
+) -> SwapReport:
+    """The same losses and weights as plainly; evicted memory is spoiled."""
+
+    def run() -> list[torch.Tensor]:
+        model = net(scores=scores)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(passes):
+            x = torch.randn(rows(number), WIDTH, generator=torch.Generator().manual_seed(number))
+            loss = model(x).square().mean()
+            loss.backward(retain_graph=retain)
+            if retain:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach(), *(parameter.detach() for parameter in model.parameters())]
+
+    plain = run()
+    swapper = Swapper(CpuStandIn(spoil=True), budget_bytes=budget_bytes, link=link, min_bytes=1024)
+    with swapper:
+        governed = run()
+        report = swapper.report()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(governed, plain, strict=True))
+    return report
+
+
+def any_length(number: int) -> int:
+    return random.Random(number).randrange(100, 600)
+
+
+LARGEST_BYTES = 600 * WIDTH * SIZE_BYTES
+"""The first tensor of the largest pass."""
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["recomputed", "offloaded"])
+def test_lengths_that_never_come_again_run_under_plans(link: Link) -> None:
+    report = trained(any_length, 150, 9 * LARGEST_BYTES, link=link)
+    assert report.planned > 60
+    assert report.deviations == 0
+    assert report.serves_sizes
+    assert report.most_bytes <= 9 * LARGEST_BYTES
+    # A few kinds stand for all.
+    assert len(report.plans) <= 16
+    assert (report.recomputed > 0) == (link is SLOW)
+    assert report.late == 0
+
+
+def test_scores_of_attention_grow_with_the_square() -> None:
+    report = trained(any_length, 120, 60 * LARGEST_BYTES, scores=True)
+    assert report.planned > 30
+    assert report.deviations == 0
+
+
+def test_passes_that_fit_are_left_alone() -> None:
+    report = trained(any_length, 80, 100 * LARGEST_BYTES)
+    assert report.planned == report.spilled == 0
+    assert not report.serves_sizes
+    assert not report.tries_sizes
+
+
+def test_each_larger_than_all_before_is_tried_a_few_times_only() -> None:
+    report = trained(lambda number: 300 + number, 120, 8 * LARGEST_BYTES)
+    assert report.planned == 0
+    assert report.watched <= 2 * IN_VAIN + TRIES + 2
+    assert report.spilled
+
+
+def test_graphs_that_are_used_twice() -> None:
+    """What backward has used in a graph that it retains leaves again, and what does not fit has no
+    plan."""
+    report = trained(any_length, 100, 18 * LARGEST_BYTES, retain=True)
+    assert report.spilled
+    assert report.deviations <= 2 * MISFITS
+
+
+def test_sizes_that_follow_nothing_are_given_up() -> None:
+    """Two lengths, of which a pass begins with one: the other says nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    chance = random.Random(0)
+    swapper = Swapper(
+        CpuStandIn(spoil=True), budget_bytes=3 * LARGEST_BYTES, link=SLOW, min_bytes=1024
+    )
+    losses = []
+    with swapper:
+        for number in range(200):
+            torch.manual_seed(number)
+            first, second = chance.randrange(200, 400), chance.randrange(200, 600)
+            y = model(torch.randn(first, WIDTH)).square().mean()
+            y = y + model(torch.randn(second, WIDTH)).square().mean()
+            y.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(y.item())
+        report = swapper.report()
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+    assert report.deviations <= 2 * MISFITS
+    assert report.watched <= 4 * IN_VAIN
+    assert LESS > 1

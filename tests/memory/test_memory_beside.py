@@ -59,12 +59,18 @@ class Training:
 
         self.begun: list[int] = []
 
-    def train(self, steps: int, *, grows: bool = True) -> list[torch.Tensor]:
+    def train(
+        self, steps: int, *, grows: bool = True, shrinks_at: int | None = None
+    ) -> list[torch.Tensor]:
         losses = []
+        if shrinks_at is not None:
+            self.backend.beside_bytes = SAVED_BYTES // 5
         with self.swapper:
             for step in range(steps):
                 if grows and step == steps // 3:
                     self.backend.beside_bytes = SAVED_BYTES // 5
+                if step == shrinks_at:
+                    self.backend.beside_bytes = 0
                 self.begun.append(self.backend.begun)
                 loss = self.model(torch.randn(ROWS, WIDTH)).square().mean()
                 loss.backward()
@@ -96,6 +102,24 @@ def test_a_plan_that_holds_leaves_the_programs_own_peak_alone() -> None:
     training.train(8 * CHECK_AFTER, grows=False)
     assert training.swapper.report().settled
     assert training.begun[CHECK_AFTER] == training.begun[-1]
+
+
+def test_a_plan_moves_less_once_the_program_keeps_less_beside_it() -> None:
+    """Another training has ended, or a checkpoint was loaded."""
+    budget_bytes = int(0.6 * SAVED_BYTES)
+    training = Training(budget_bytes)
+    losses = training.train(4 * CHECK_AFTER, grows=False, shrinks_at=CHECK_AFTER)
+    always = Training(budget_bytes)
+    always.train(2 * CHECK_AFTER, grows=False)
+    (value,), (as_always,) = (each.swapper.report().plans for each in (training, always))
+    assert value.peak_before_bytes == as_always.peak_before_bytes
+    assert value.peak_bytes <= budget_bytes
+    report = training.swapper.report()
+    assert report.settled
+    assert report.deviations == 0
+    assert report.watched <= 7  # three for the first plan, and as many again
+    plain = Training(2**40).train(4 * CHECK_AFTER, grows=False)
+    assert all(torch.equal(a, b) for a, b in zip(losses, plain, strict=True))
 
 
 def test_a_plan_that_held_is_made_for_as_much_less_as_is_needed() -> None:

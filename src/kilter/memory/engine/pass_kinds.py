@@ -46,6 +46,9 @@ LISTEN_EVERY = 200
 CHECK_AFTER = 16
 """After so many passes under a plan that holds it is looked whether it still does: what the program
 keeps beside the passes may have grown. The next time after twice as many, up to `LISTEN_EVERY`."""
+LESS_BESIDE = 1 / 16
+"""If passes begin with this share of the budget less in use than when they were watched, they are
+watched anew."""
 MAX_SHIFTS = 2
 """In so many plans in a row loads may start earlier: if loads are still late then, the link is too
 slow."""
@@ -118,6 +121,12 @@ class PassKind:
     def may_use(self, budget_bytes: int) -> int:
         """What a plan may count on."""
         return budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.less_bytes
+
+    @property
+    def moves(self) -> bool:
+        """Under its plan something is offloaded or recomputed."""
+        value = None if self.plan is None else self.plan.value
+        return value is not None and value.swapped + value.recomputed > 0
 
     @property
     def settled(self) -> bool:
@@ -222,6 +231,7 @@ class PassKinds:
             if kind.record is record and kind.tried
         }
         record.level_bytes, self._streams = level_bytes, {record.events: state}
+        record.begin_bytes = 0  # not known with these
 
     def kept_calls(self) -> tuple[KeptCalls, ...]:
         """What another run may begin with, of kinds that this run has met and of others."""
@@ -333,11 +343,22 @@ class PassKinds:
             return True
         kind = self._kind_of(planned)
         if kind is not None and kind.begins_under_plan():
+            self._look_beside(kind, budget_bytes)
             peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
             if peak_bytes is None or peak_bytes > budget_bytes:
                 return True
             kind.excesses = 0  # the plan holds
         return False
+
+    def _look_beside(self, kind: PassKind, budget_bytes: int) -> None:
+        """Where the program has come to keep less beside its passes (another training has ended, a
+        checkpoint was loaded), the plan moves more than it has to: watch the kind anew."""
+        used_bytes = self._store.backend.used_bytes()
+        if used_bytes is None or not kind.moves:
+            return
+        if kind.record.begin_bytes - used_bytes > LESS_BESIDE * budget_bytes:
+            del self._by_events[kind.record.events]
+            self._tried_before[kind.record.events] = kind.record
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:

@@ -129,6 +129,8 @@ class PassRecord:
     passes: int = 1
     segments: tuple[SavedSegment, ...] = ()
     """These calls of modules were tried with success."""
+    begin_bytes: int = 0
+    """At least so much was in use when a pass began."""
 
     @property
     def whole(self) -> bool:
@@ -164,6 +166,7 @@ class PassRecord:
         """Take over what another pass with the same events has seen."""
         assert self.events == other.events
         self.passes += other.passes
+        self.begin_bytes = min(self.begin_bytes, other.begin_bytes)
         times = zip(self.operation_s, other.operation_s, strict=True)
         self.operation_s = [min(pair) for pair in times]
         levels = zip(self.level_bytes, other.level_bytes, strict=True)
@@ -415,6 +418,7 @@ class PassRecorder:
     levels: list[int] = field(default_factory=list)
     segments: list[SavedSegment] = field(default_factory=list)
     backward_from: int | None = None
+    begin_bytes: int = 0
 
     @property
     def event(self) -> int:
@@ -445,6 +449,7 @@ class PassRecorder:
             operation_s=(operation_s + [0.0] * count)[:count],
             level_bytes=(self.levels + [last] * count)[:count],
             segments=tuple(self.segments),
+            begin_bytes=self.begin_bytes,
         )
 
 

@@ -107,12 +107,22 @@ class Scores(nn.Module):
         return x + torch.softmax(x @ x.T / WIDTH, dim=-1) @ x
 
 
-def net(*, scores: bool = False) -> nn.Sequential:
+class Flat(nn.Module):
+    """It saves tensors of one dimension, of columns first, and parts of a larger one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = torch.sin(x.reshape(-1))
+        columns = torch.exp(-(flat.view(x.shape).T.contiguous() ** 2)).T
+        left, right = torch.cos(columns).chunk(2, dim=1)
+        return x + torch.cat([left * right, right * 0.5], dim=1)
+
+
+def net(*, more: type[nn.Module] | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
         layers += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()]
-        layers += [Scores()] if scores else []
+        layers += [] if more is None else [more()]
     return nn.Sequential(*layers)
 
 
@@ -121,14 +131,14 @@ def trained(
     passes: int,
     budget_bytes: int,
     *,
-    scores: bool = False,
+    more: type[nn.Module] | None = None,
     link: Link = SLOW,
     retain: bool = False,
 ) -> SwapReport:
     """The same losses and weights as plainly; evicted memory is spoiled."""
 
     def run() -> list[torch.Tensor]:
-        model = net(scores=scores)
+        model = net(more=more)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(passes):
             x = torch.randn(rows(number), WIDTH, generator=torch.Generator().manual_seed(number))
@@ -171,9 +181,17 @@ def test_lengths_that_never_come_again_run_under_plans(link: Link) -> None:
 
 
 def test_scores_of_attention_grow_with_the_square() -> None:
-    report = trained(any_length, 120, 60 * LARGEST_BYTES, scores=True)
+    report = trained(any_length, 120, 60 * LARGEST_BYTES, more=Scores)
     assert report.planned > 30
     assert report.deviations == 0
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["recomputed", "offloaded"])
+def test_tensors_of_any_layout(link: Link) -> None:
+    report = trained(any_length, 150, 30 * LARGEST_BYTES, more=Flat, link=link)
+    assert report.planned > 25
+    assert report.deviations == 0
+    assert report.out_bytes
 
 
 def test_passes_that_fit_are_left_alone() -> None:

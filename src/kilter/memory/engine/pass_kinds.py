@@ -539,8 +539,12 @@ class PassKinds:
 
     def scaled(self, plan: Ready, record: PassRecord) -> Ready:
         """The same plan for passes like this, which are of the same structure and no larger."""
+        places = {
+            number: (offset, record.data[number].size_bytes)
+            for number, (offset, _) in plan.places.items()
+        }
         made = ready(
-            record, plan.problem, plan.numbers, plan.value, plan.places, retained=self._retained
+            record, plan.problem, plan.numbers, plan.value, places, retained=self._retained
         )
         made.use, made.recipes = plan.use, ResolvedRecipes(seldom=True)
         return self._settled_in(made)

@@ -134,6 +134,7 @@ def trained(
     more: type[nn.Module] | None = None,
     link: Link = SLOW,
     retain: bool = False,
+    calls: bool = False,
 ) -> SwapReport:
     """The same losses and weights as plainly; evicted memory is spoiled."""
 
@@ -151,7 +152,13 @@ def trained(
         return [loss.detach(), *(parameter.detach() for parameter in model.parameters())]
 
     plain = run()
-    swapper = Swapper(CpuStandIn(spoil=True), budget_bytes=budget_bytes, link=link, min_bytes=1024)
+    swapper = Swapper(
+        CpuStandIn(spoil=True),
+        budget_bytes=budget_bytes,
+        link=link,
+        min_bytes=1024,
+        segments=calls,
+    )
     with swapper:
         governed = run()
         report = swapper.report()
@@ -192,6 +199,12 @@ def test_tensors_of_any_layout(link: Link) -> None:
     assert report.planned > 25
     assert report.deviations == 0
     assert report.out_bytes
+
+
+def test_plans_that_recompute_calls_serve_no_other_size() -> None:
+    report = trained(any_length, 80, 9 * LARGEST_BYTES, calls=True)
+    assert report.deviations == 0
+    assert report.spilled
 
 
 def test_passes_that_fit_are_left_alone() -> None:

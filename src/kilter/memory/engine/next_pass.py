@@ -28,6 +28,8 @@ TRUSTED = 4
 """After so many passes a plan is known to fit: it may fail as often before another one is tried."""
 AGREED = 2
 """If a plan has failed so often at a place, it does not fit there, whatever came before."""
+AT_ONCE = 4
+"""So many plans are made anew before a pass. Where sizes keep changing there may be many more."""
 LOOK = 4
 """How many passes are watched then, so that kinds that alternate are all watched."""
 
@@ -213,8 +215,7 @@ class NextPass:
         self.sizes.forget()
 
     def _candidate(self, first: int, budget_bytes: int, *, may_plan: bool) -> PassKind | None:
-        """The kind of pass that is to be tried now. Those that were tried are planned; where shapes
-        keep changing, those that begin otherwise when they come."""
+        """The kind of pass that is to be tried now. Those that were tried are planned."""
         alike = self._kinds.alike(first)
         planned = self._order.expects(_plans(alike))
         candidate = self._kinds.candidate(self.steps, first, planned=planned)
@@ -222,9 +223,11 @@ class NextPass:
             if may_plan:
                 self._kinds.plan(candidate, budget_bytes)
             candidate = None
-        for kind in self._kinds if self._kinds.attention.every == 1 else alike:
-            if kind.outdated:
-                self._kinds.plan(kind, budget_bytes)
+        outdated = [kind for kind in self._kinds if kind.outdated]
+        if len(outdated) > AT_ONCE:  # the others when they come
+            outdated = [kind for kind in alike if kind.outdated]
+        for kind in outdated:
+            self._kinds.plan(kind, budget_bytes)
         return candidate
 
     def _to_be_watched(self, alike: list[PassKind], plan: Ready | None) -> bool:

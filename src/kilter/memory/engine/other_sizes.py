@@ -130,8 +130,10 @@ class OtherSizes:
         if kind.outdated or (kind.plan is None and not kind.hopeless):
             self._kinds.plan(kind, budget_bytes)
         plan = kind.plan
-        if plan is None or plan.segments or kind.record.events[0] == first:
+        if plan is None or kind.record.events[0] == first:
             return plan
+        if plan.segments:
+            return None
         if first not in plan.others:
             record = self._expected(kind, first, budget_bytes)
             if record is None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
-from kilter.memory.engine.other_sizes import LESS, MISFITS, TRIES, of_another_size, structure
+from kilter.memory.engine.other_sizes import TRIES, of_another_size, structure
 from kilter.memory.engine.pass_record import PassRecord, SavedTensor, use_code
 from kilter.memory.engine.watch import IN_VAIN
 from kilter.memory.plan.problem import Link
@@ -226,31 +226,40 @@ def test_graphs_that_are_used_twice() -> None:
     plan."""
     report = trained(any_length, 100, 18 * LARGEST_BYTES, retain=True)
     assert report.spilled
-    assert report.deviations <= 2 * MISFITS
+    assert report.deviations <= 8
 
 
-def test_sizes_that_follow_nothing_are_given_up() -> None:
-    """Two lengths, of which a pass begins with one: the other says nothing of it."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    chance = random.Random(0)
-    swapper = Swapper(
-        CpuStandIn(spoil=True), budget_bytes=3 * LARGEST_BYTES, link=SLOW, min_bytes=1024
-    )
-    losses = []
-    with swapper:
-        for number in range(200):
+@pytest.mark.parametrize("often", [1, 8])
+def test_sizes_that_follow_nothing_are_given_up(often: int) -> None:
+    """From some pass on one in so many has a second part that is twice as long as before."""
+
+    def run() -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for number in range(240):
             torch.manual_seed(number)
-            first, second = chance.randrange(200, 400), chance.randrange(200, 600)
-            y = model(torch.randn(first, WIDTH)).square().mean()
-            y = y + model(torch.randn(second, WIDTH)).square().mean()
-            y.backward()
+            first = random.Random(number).randrange(200, 600)
+            odd = number > 80 and random.Random(1000 + number).random() < 1 / often
+            x, y = (torch.randn(rows, WIDTH) for rows in (first, 2 * first if odd else first))
+            loss = model(x).square().mean() + model(y).square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(y.item())
+            losses.append(loss.item())
+        return losses
+
+    plain = run()
+    swapper = Swapper(
+        CpuStandIn(spoil=True), budget_bytes=6 * LARGEST_BYTES, link=SLOW, min_bytes=1024
+    )
+    with swapper:
+        assert run() == plain
         report = swapper.report()
-    assert all(map(torch.isfinite, map(torch.tensor, losses)))
-    assert report.deviations <= 2 * MISFITS
-    assert report.watched <= 4 * IN_VAIN
-    assert LESS > 1
+    assert report.deviations > 0
+    if often == 1:
+        assert report.deviations <= 8
+    else:  # the others are served
+        assert report.planned > 60
+    assert report.watched <= 6 * IN_VAIN

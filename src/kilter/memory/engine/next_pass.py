@@ -28,7 +28,7 @@ TRUSTED = 4
 """After so many passes a plan is known to fit: it may fail as often before another one is tried."""
 AGREED = 2
 """If a plan has failed so often at a place, it does not fit there, whatever came before."""
-AT_ONCE = 4
+PLANS_AT_ONCE = 4
 """So many plans are made anew before a pass. Where sizes keep changing there may be many more."""
 LOOK = 4
 """How many passes are watched then, so that kinds that alternate are all watched."""
@@ -173,26 +173,27 @@ class NextPass:
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
         plan = self._order.plan(_plans(alike))
-        scaled, to_try = None, None
+        self._scaled = self._expected = None
         if may_plan and candidate is None and not _plans(alike):
-            scaled, to_try = self._of_another_size(first, budget_bytes)
-            candidate = to_try
-        watched = candidate is not None or (scaled is None and self._to_be_watched(alike, plan))
-        if (plan or scaled) is not None and not watched and older:
+            self._look_at_other_sizes(first, budget_bytes)
+            candidate = self._expected
+        unknown = self._scaled is None
+        watched = candidate is not None or (unknown and self._to_be_watched(alike, plan))
+        begun = plan or self._scaled
+        if begun is not None and not watched and older:
             self._tell_of_older_graph()
         if watched or older:
-            plan = scaled = None
-        self._begun, self._sized = plan, (scaled or to_try) is not None
-        return Beginning(candidate, watched, plan or scaled)
+            begun = plan = self._scaled = None
+        self._begun = plan
+        return Beginning(candidate, watched, begun)
 
-    def _of_another_size(
-        self, first: int, budget_bytes: int
-    ) -> tuple[Ready | None, PassKind | None]:
-        """Where shapes keep changing: the plan of a larger pass, or what is to be tried."""
+    def _look_at_other_sizes(self, first: int, budget_bytes: int) -> None:
+        """Where shapes keep changing, take the plan of a larger pass, or try what is expected."""
         if self._kinds.attention.every == 1 or self.steps < SETTLED_STEPS:
-            return None, None
-        plan = self.sizes.plan(first, budget_bytes)
-        return plan, None if plan is not None else self.sizes.candidate(first, budget_bytes)
+            return
+        self._scaled = self.sizes.plan(first, budget_bytes)
+        if self._scaled is None:
+            self._expected = self.sizes.candidate(first, budget_bytes)
 
     def ended(
         self, events: tuple[int, ...] | None, event: int, *, deviated: bool, watched: bool
@@ -224,7 +225,7 @@ class NextPass:
                 self._kinds.plan(candidate, budget_bytes)
             candidate = None
         outdated = [kind for kind in self._kinds if kind.outdated]
-        if len(outdated) > AT_ONCE:  # the others when they come
+        if len(outdated) > PLANS_AT_ONCE:  # the others when they come
             outdated = [kind for kind in alike if kind.outdated]
         for kind in outdated:
             self._kinds.plan(kind, budget_bytes)

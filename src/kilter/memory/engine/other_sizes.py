@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 LESS = 1.25
 """A plan serves passes that begin with up to so many times less than its own."""
 MISFITS = 4
-"""After so many passes in a row that were otherwise than expected, none is expected any more."""
+"""After so many passes that were otherwise than expected, nothing is expected any more. One that
+was as expected makes up for half of one that was not."""
 TRIES = 8
 """So many kinds are tried before any serves passes of other sizes; then one more for every two such
 passes. (Where each pass is larger than all before, none ever does.)"""
@@ -95,7 +96,7 @@ class OtherSizes:
 
     def __init__(self, kinds: PassKinds) -> None:
         self._kinds = kinds
-        self._misfits = 0
+        self._misfits = 0.0
         self._served = 0
         """So many passes ran under the plan of a larger one."""
         self._tried = 0
@@ -114,11 +115,11 @@ class OtherSizes:
 
     def forget(self) -> None:
         """There are other plans from here on."""
-        self._misfits = self._served = self._tried = 0
+        self._misfits, self._served, self._tried = 0.0, 0, 0
 
     def ended(self, *, as_expected: bool) -> None:
         """A pass of which this was expected has ended."""
-        self._misfits = 0 if as_expected else self._misfits + 1
+        self._misfits = max(0.0, self._misfits + (-0.5 if as_expected else 1))
 
     def plan(self, first: int, budget_bytes: int) -> Ready | None:
         """That of the kind that is the least larger, made now if it has none yet; None where the

@@ -263,3 +263,31 @@ def test_sizes_that_follow_nothing_are_given_up(often: int) -> None:
     else:  # the others are served
         assert report.planned > 60
     assert report.watched <= 6 * IN_VAIN
+
+
+def test_passes_of_another_structure_are_served_after_those_before() -> None:
+    """Layers that unfreeze: from some pass on more is saved, in passes that begin alike."""
+
+    def run() -> list[float]:
+        model, losses = net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number in range(240):
+            for parameter in model[: len(model) // 2].parameters():
+                parameter.requires_grad_(number > 80)
+            x = torch.randn(any_length(number), WIDTH, generator=torch.manual_seed(number))
+            loss = model(x.requires_grad_()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain = run()
+    swapper = Swapper(
+        CpuStandIn(spoil=True), budget_bytes=9 * LARGEST_BYTES, link=SLOW, min_bytes=1024
+    )
+    with swapper:
+        assert run() == plain
+        report = swapper.report()
+    assert report.deviations <= 8
+    assert report.planned > 80

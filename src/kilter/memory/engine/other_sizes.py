@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 LESS = 1.25
 """A plan serves passes that begin with up to so many times less than its own."""
 MISFITS = 4
-"""After so many passes that were otherwise than expected, nothing is expected any more. One that
-was as expected makes up for half of one that was not."""
+"""After so many passes that were otherwise than expected by others of a structure, nothing is
+expected by those any more. One that was as expected makes up for half of one that was not."""
 TRIES = 8
 """So many kinds are tried before any serves passes of other sizes; then one more for every two such
 passes. (Where each pass is larger than all before, none ever does.)"""
@@ -96,7 +96,10 @@ class OtherSizes:
 
     def __init__(self, kinds: PassKinds) -> None:
         self._kinds = kinds
-        self._misfits = 0.0
+        self._misfits: dict[int, float] = {}
+        """So many, by the structure that was expected."""
+        self._structure = 0
+        """It is what was expected last."""
         self._served = 0
         """So many passes ran under the plan of a larger one."""
         self._tried = 0
@@ -115,19 +118,22 @@ class OtherSizes:
 
     def forget(self) -> None:
         """There are other plans from here on."""
-        self._misfits, self._served, self._tried = 0.0, 0, 0
+        self._misfits.clear()
+        self._served = self._tried = 0
 
     def ended(self, *, as_expected: bool) -> None:
         """A pass of which this was expected has ended."""
-        self._misfits = max(0.0, self._misfits + (-0.5 if as_expected else 1))
+        misfits = self._misfits.get(self._structure, 0.0) + (-0.5 if as_expected else 1)
+        self._misfits[self._structure] = max(0.0, misfits)
 
     def plan(self, first: int, budget_bytes: int) -> Ready | None:
         """That of the kind that is the least larger, made now if it has none yet; None where the
         pass fits without one."""
         self._since += 1
         kind = self._a_little_larger(first)
-        if kind is None or self._misfits >= MISFITS:
+        if kind is None:
             return None
+        self._structure = kind.structure
         if kind.outdated or (kind.plan is None and not kind.hopeless):
             self._kinds.plan(kind, budget_bytes)
         plan = kind.plan
@@ -148,22 +154,27 @@ class OtherSizes:
     def candidate(self, first: int, budget_bytes: int) -> PassKind | None:
         """A kind that is to be tried in the pass that begins so, and then serves smaller ones."""
         enough = self._tried >= TRIES + self._served // 2
-        if enough or self._misfits >= MISFITS or self._a_little_larger(first) is not None:
+        if enough or self._a_little_larger(first) is not None:
             return None
-        known = [kind for kind in self._kinds if kind.weighed]
+        known = [kind for kind in self._kinds if kind.weighed and self._trusted(kind)]
         nearest = min(known, key=lambda kind: abs(kind.record.events[0] - first), default=None)
         record = None if nearest is None else self._expected(nearest, first, budget_bytes)
         if record is None:
             return None
         self._tried, self._since = self._tried + 1, 0
-        return self._kinds.expect(record)
+        expected = self._kinds.expect(record)
+        self._structure = expected.structure
+        return expected
+
+    def _trusted(self, kind: PassKind) -> bool:
+        return self._misfits.get(kind.structure, 0.0) < MISFITS
 
     def _a_little_larger(self, first: int) -> PassKind | None:
         """The smallest kind that was tried, is as large, and not much larger."""
         found = [
             kind
             for kind in self._kinds
-            if kind.tried and first <= kind.record.events[0] <= LESS * first
+            if kind.tried and first <= kind.record.events[0] <= LESS * first and self._trusted(kind)
         ]
         return min(found, key=lambda kind: kind.record.events[0], default=None)
 

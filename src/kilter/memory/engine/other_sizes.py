@@ -31,7 +31,7 @@ TRIES = 8
 passes. (Where each pass is larger than all before, none ever does.)"""
 RESTED = 16
 """After so many passes without a trial nothing more is expected to be tried."""
-MOST_OTHERS = 64
+MOST_OTHERS = 16
 """So many sizes of passes are remembered that one plan serves."""
 
 

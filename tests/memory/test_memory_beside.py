@@ -63,14 +63,12 @@ class Training:
         self, steps: int, *, grows: bool = True, shrinks_at: int | None = None
     ) -> list[torch.Tensor]:
         losses = []
-        if shrinks_at is not None:
-            self.backend.beside_bytes = SAVED_BYTES // 5
         with self.swapper:
             for step in range(steps):
                 if grows and step == steps // 3:
                     self.backend.beside_bytes = SAVED_BYTES // 5
-                if step == shrinks_at:
-                    self.backend.beside_bytes = 0
+                if shrinks_at is not None and step in (1, shrinks_at):
+                    self.backend.beside_bytes = SAVED_BYTES // 5 if step == 1 else 0
                 self.begun.append(self.backend.begun)
                 loss = self.model(torch.randn(ROWS, WIDTH)).square().mean()
                 loss.backward()

@@ -297,6 +297,8 @@ class PassKinds:
         kind = self._by_events.get(record.events)
         self.attention.met(useful=kind is not None and kind.plan is None)
         if kind is not None:
+            if weighed and not kind.weighed:  # the passes before had no optimizer state beside them
+                kind.record.begin_bytes = record.begin_bytes
             kind.record.merge(record)
             kind.weighed |= weighed
         else:

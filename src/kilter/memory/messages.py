@@ -61,8 +61,9 @@ def more_needed(size_bytes: int, *, gradients_stay: bool) -> str:
 CHANGING_SHAPES = Reason(
     "changing_shapes",
     "passes",
-    "passes keep differing from those seen before: few of them are watched from here on, and where "
-    "there is no plan, tensors are offloaded as soon as the budget is reached",
+    "passes keep differing from those seen before: few of them are watched from here on, those that"
+    " differ in size alone share plans, and where there is none, tensors are offloaded as soon as"
+    " the budget is reached",
 )
 
 

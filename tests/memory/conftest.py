@@ -63,6 +63,7 @@ def both(recorder_is_built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
     compiled_recorder.built_path.cache_clear()
     link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
     found = [Swapper(CpuStandIn(), budget_bytes=10**9, link=link, min_bytes=1024) for _ in range(2)]
+    found[0]._store.use_library()  # as at the begin of a pass
     assert found[0].hooks.use_library({}, [], {}, len, len) is not None
     yield found[0], found[1]
     compiled_recorder.built_path.cache_clear()

@@ -11,7 +11,6 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import nn
 
 from kilter.memory.engine import Swapper, SwapReport
-from kilter.memory.engine.host import SPARE
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.problem import Link
 
@@ -68,9 +67,10 @@ def test_host_memory_is_bounded_where_lengths_vary() -> None:
     assert report is not None
     assert losses == plain
     assert report.spilled > 1000
-    # What one pass of the greatest length keeps, in blocks that are at most twice as large.
+    # Twice what one pass of the greatest length keeps: the last piece is larger than was asked for,
+    # and parts that are free may be scattered.
     largest_bytes = 2 * LAYERS * 512 * WIDTH * 4
-    assert report.host_bytes <= 2 * SPARE * largest_bytes
+    assert report.host_bytes <= 2 * largest_bytes
 
 
 @pytest.mark.parametrize("rows", [[256] * 24, list(lengths(40))])

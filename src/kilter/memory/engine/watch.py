@@ -143,8 +143,10 @@ class Watch:
             self.trial.look()
 
     def leave(self) -> None:
-        """The event ends: the next operation begins."""
+        """The event ends: the next operation begins. What was evicted in between is not in its
+        peak."""
         self._marks.append((self._begin, self._backend.mark()))
+        self._backend.peak_bytes()  # from here on
         self._store.counts.segment_peak_bytes = self._store.counts.held_bytes
 
     def save(self, saved: Saved, tensor: torch.Tensor) -> None:

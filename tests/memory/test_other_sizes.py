@@ -135,6 +135,7 @@ def trained(
     link: Link = SLOW,
     retain: bool = False,
     calls: bool = False,
+    usable_bytes: int | None = None,
 ) -> SwapReport:
     """The same losses and weights as plainly; evicted memory is spoiled."""
 
@@ -152,8 +153,10 @@ def trained(
         return [loss.detach(), *(parameter.detach() for parameter in model.parameters())]
 
     plain = run()
+    backend = CpuStandIn(spoil=True)
+    backend.usable_bytes = lambda: usable_bytes  # type: ignore[method-assign]
     swapper = Swapper(
-        CpuStandIn(spoil=True),
+        backend,
         budget_bytes=budget_bytes,
         link=link,
         min_bytes=1024,
@@ -205,6 +208,15 @@ def test_plans_that_recompute_calls_serve_no_other_size() -> None:
     report = trained(any_length, 80, 9 * LARGEST_BYTES, calls=True)
     assert report.deviations == 0
     assert report.spilled
+
+
+def test_nothing_is_tried_that_the_card_has_no_room_for() -> None:
+    """In a trial what recipes read comes back early, which may take as much as everything kept."""
+    ample = trained(any_length, 80, 9 * LARGEST_BYTES, usable_bytes=100 * LARGEST_BYTES)
+    assert ample.planned
+    tight = trained(any_length, 80, 9 * LARGEST_BYTES, usable_bytes=9 * LARGEST_BYTES)
+    assert tight.planned == 0
+    assert tight.spilled
 
 
 def test_passes_that_fit_are_left_alone() -> None:

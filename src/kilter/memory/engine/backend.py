@@ -108,6 +108,9 @@ class Backend(Protocol):
     def used_bytes(self) -> int | None:
         """Device memory in use now; None if only the engine's own count is to be had."""
 
+    def usable_bytes(self) -> int | None:
+        """How much device memory the program may use; None where that has no end."""
+
     def peak_bytes(self) -> int | None:
         """The most in use since the last call; None as above. The program's own count of its peak
         begins anew."""
@@ -224,6 +227,9 @@ class CpuStandIn:
         pass
 
     def used_bytes(self) -> int | None:
+        return None
+
+    def usable_bytes(self) -> int | None:
         return None
 
     def peak_bytes(self) -> int | None:

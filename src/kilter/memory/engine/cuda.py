@@ -31,6 +31,7 @@ from kilter.memory.host_memory import (
     large_pages,
 )
 from kilter.memory.plan.problem import Link
+from kilter.memory.usable_bytes import usable_device_bytes
 from kilter.observe import torch_internals
 
 CLOCK_HZ = 2e9
@@ -282,6 +283,9 @@ class Cuda:
 
     def used_bytes(self) -> int | None:
         return self._allocated_bytes()[0]
+
+    def usable_bytes(self) -> int | None:
+        return usable_device_bytes(torch.cuda, self.device)[0]
 
     def peak_bytes(self) -> int | None:
         peak_bytes = self.peak_so_far_bytes()

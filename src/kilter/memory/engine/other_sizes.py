@@ -159,7 +159,7 @@ class OtherSizes:
         known = [kind for kind in self._kinds if kind.weighed and self._trusted(kind)]
         nearest = min(known, key=lambda kind: abs(kind.record.events[0] - first), default=None)
         record = None if nearest is None else self._expected(nearest, first, budget_bytes)
-        if record is None:
+        if record is None or not self._kinds.has_room(record):
             return None
         self._tried, self._since = self._tried + 1, 0
         expected = self._kinds.expect(record)

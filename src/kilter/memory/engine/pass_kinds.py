@@ -313,6 +313,12 @@ class PassKinds:
             del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
         self._by_events[kind.record.events] = kind
 
+    def has_room(self, record: PassRecord) -> bool:
+        """A pass like this could keep everything: in a trial what recipes read comes back early."""
+        usable_bytes = self._store.backend.usable_bytes()
+        made_bytes = max(datum.size_bytes for datum in record.data)
+        return usable_bytes is None or record.peak_bytes + made_bytes <= usable_bytes
+
     def expect(self, record: PassRecord) -> PassKind:
         """A pass like this begins, as far as is known, and is tried; if it is one, it is a kind."""
         self._expected = PassKind(record, weighed=True)

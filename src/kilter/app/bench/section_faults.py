@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from kilter.app.bench.accidents import Accidents
 from kilter.testing.box import FOUND, kill_watcher, until
@@ -89,6 +90,12 @@ def _kill(program: SectionProgram, victims: tuple[str, ...]) -> None:
         program.box.wrong("the trainer ended")
 
 
+def _is_stopped(pid: int) -> bool:
+    """Each thread of the process is."""
+    stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in stats)
+
+
 def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) -> None:
     """Takes in a row."""
 
@@ -97,6 +104,7 @@ def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) 
         program = reach(box)
         with box.fake.edit():  # a process that stops in the middle of a call would lock all out
             os.kill(program.conductor, signal.SIGSTOP)
+            until(lambda: _is_stopped(program.conductor))  # the signal takes a moment
         until(box.found)
         os.kill(program.conductor, signal.SIGCONT)
         if not program.lives:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from kilter.memory.plan.problem import Link
 SLOW = Link(to_host_bytes_per_s=3e8, to_device_bytes_per_s=3e8, both_bytes_per_s=4e8)
 FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
 WIDTH, LAYERS, SIZE_BYTES = 32, 6, 4
+
+Numbers: TypeAlias = list[Any]
 
 # The record of a size
 
@@ -126,20 +129,34 @@ def net(*, more: type[nn.Module] | None = None) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def compared(
+    run: Callable[[], Numbers],
+    budget_bytes: int,
+    *,
+    link: Link = SLOW,
+    calls: bool = False,
+    usable_bytes: int | None = None,
+) -> SwapReport:
+    """A training gives the same numbers as plainly; evicted memory is spoiled."""
+    plain = run()
+    backend = CpuStandIn(spoil=True)
+    backend.usable_bytes = lambda: usable_bytes  # type: ignore[method-assign]
+    swapper = Swapper(backend, budget_bytes=budget_bytes, link=link, min_bytes=1024, segments=calls)
+    with swapper:
+        assert run() == plain
+        return swapper.report()
+
+
 def trained(
     rows: Callable[[int], int],
     passes: int,
     budget_bytes: int,
     *,
     more: type[nn.Module] | None = None,
-    link: Link = SLOW,
     retain: bool = False,
-    calls: bool = False,
-    usable_bytes: int | None = None,
+    **options: Any,
 ) -> SwapReport:
-    """The same losses and weights as plainly; evicted memory is spoiled."""
-
-    def run() -> list[torch.Tensor]:
+    def run() -> Numbers:
         model = net(more=more)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(passes):
@@ -150,23 +167,9 @@ def trained(
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [loss.detach(), *(parameter.detach() for parameter in model.parameters())]
+        return [loss.tolist(), *(parameter.tolist() for parameter in model.parameters())]
 
-    plain = run()
-    backend = CpuStandIn(spoil=True)
-    backend.usable_bytes = lambda: usable_bytes  # type: ignore[method-assign]
-    swapper = Swapper(
-        backend,
-        budget_bytes=budget_bytes,
-        link=link,
-        min_bytes=1024,
-        segments=calls,
-    )
-    with swapper:
-        governed = run()
-        report = swapper.report()
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(governed, plain, strict=True))
-    return report
+    return compared(run, budget_bytes, **options)
 
 
 def any_length(number: int) -> int:
@@ -245,7 +248,7 @@ def test_graphs_that_are_used_twice() -> None:
 def test_sizes_that_follow_nothing_are_given_up(often: int) -> None:
     """From some pass on one in so many has a second part that is twice as long as before."""
 
-    def run() -> list[float]:
+    def run() -> Numbers:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -262,13 +265,7 @@ def test_sizes_that_follow_nothing_are_given_up(often: int) -> None:
             losses.append(loss.item())
         return losses
 
-    plain = run()
-    swapper = Swapper(
-        CpuStandIn(spoil=True), budget_bytes=6 * LARGEST_BYTES, link=SLOW, min_bytes=1024
-    )
-    with swapper:
-        assert run() == plain
-        report = swapper.report()
+    report = compared(run, 6 * LARGEST_BYTES)
     assert report.deviations > 0
     if often == 1:
         assert report.deviations <= 8
@@ -280,7 +277,7 @@ def test_sizes_that_follow_nothing_are_given_up(often: int) -> None:
 def test_passes_of_another_structure_are_served_after_those_before() -> None:
     """Layers that unfreeze: from some pass on more is saved, in passes that begin alike."""
 
-    def run() -> list[float]:
+    def run() -> Numbers:
         model, losses = net(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(240):
@@ -294,12 +291,6 @@ def test_passes_of_another_structure_are_served_after_those_before() -> None:
             losses.append(loss.item())
         return losses
 
-    plain = run()
-    swapper = Swapper(
-        CpuStandIn(spoil=True), budget_bytes=9 * LARGEST_BYTES, link=SLOW, min_bytes=1024
-    )
-    with swapper:
-        assert run() == plain
-        report = swapper.report()
+    report = compared(run, 9 * LARGEST_BYTES)
     assert report.deviations <= 8
     assert report.planned > 80

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,20 +100,26 @@ for thread in threads:
 """
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_the_engine_decides_where_iterations_end_in_another_thread(
-    ahead: int, tmp_path: Path, warm: WarmPython
-) -> None:
-    """The thread with the engine is always ahead of another one that trains as well."""
+def governed(source: str, tmp_path: Path, warm: WarmPython) -> dict[str, Any]:
+    """What the report says of the memory of a program that prints what it prints plainly."""
     program = tmp_path / "train.py"
-    program.write_text(TWO.format(ahead=ahead))
+    program.write_text(source)
     plain = warm.run([str(program)])
     own = ("-m", "kilter.testing.stand_in", "--card", "--min-bytes", "4096", "--bytes-per-s", "3e9")
     options = ("--memory-budget", "60%", "--out", str(tmp_path / "run"))
     done = warm.run([*own, "run", *options, str(program)])
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
-    report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    memory: dict[str, Any] = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    return memory
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_engine_decides_where_iterations_end_in_another_thread(
+    ahead: int, tmp_path: Path, warm: WarmPython
+) -> None:
+    """The thread with the engine is always ahead of another one that trains as well."""
+    report = governed(TWO.format(ahead=ahead), tmp_path, warm)
     assert report["planned"] > 10
     assert report["within"] is not False
 
@@ -145,15 +152,7 @@ for seed in range(3):
 def test_a_thread_that_trains_after_another_has_ended_is_governed_as_well(
     tmp_path: Path, warm: WarmPython
 ) -> None:
-    program = tmp_path / "trials.py"
-    program.write_text(TRIALS)
-    plain = warm.run([str(program)])
-    own = ("-m", "kilter.testing.stand_in", "--card", "--min-bytes", "4096", "--bytes-per-s", "3e9")
-    options = ("--memory-budget", "60%", "--out", str(tmp_path / "run"))
-    done = warm.run([*own, "run", *options, str(program)])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == plain.stdout
-    report = json.loads((tmp_path / "run" / "report.json").read_text())["memory"]
+    report = governed(TRIALS, tmp_path, warm)
     assert report["passes"] > 110  # of the first thread there are 40
     assert report["planned"] > 60
     assert report["within"] is not False

@@ -165,6 +165,7 @@ class PassKinds:
         """It has what trials have found of kinds that are watched anew, since their levels are
         others."""
         self._expected: PassKind | None = None
+        """What is tried in the present pass was not seen before."""
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
         self._retained = False

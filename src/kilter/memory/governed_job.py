@@ -205,7 +205,7 @@ class GovernedJob:
         What the other has shown says nothing of it."""
         from kilter.memory.engine.saved_hooks import only_ours
 
-        if in_backward() or not only_ours():
+        if in_backward() or self._swapper.captured or not only_ours():
             return
         self._swapper.__exit__(None, None, None)
         self._swapper.__enter__()

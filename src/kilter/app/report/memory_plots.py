@@ -155,7 +155,8 @@ def _kinds(memory: MemoryReport) -> str:
     columns = [(head, "" if head == "Fits" else "n") for head in heads]
     return page.section(
         "Kinds of passes",
-        f"<p>{len(plans)} kinds of iterations differ in their peak; each has its own plan. "
+        f"<p>{len(plans)} kinds of iterations differ in their peak; each has its own plan, which "
+        "serves smaller ones too where sizes keep changing. "
         f"{tag(Label.SIMULATED)}</p>",
         table(columns, rows, "Plans by kind of pass"),
     )

@@ -283,7 +283,8 @@ class Weighty(Counted):
         return used_bytes
 
     def peak_bytes(self) -> int:
-        peak_bytes, self.peak = max(self.peak, self.used_bytes()) + self.WORK_BYTES, 0
+        used_bytes = self.used_bytes()
+        peak_bytes, self.peak = self.peak + self.WORK_BYTES, used_bytes
         self.peaks.append(peak_bytes)
         return peak_bytes
 

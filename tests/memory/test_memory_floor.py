@@ -55,8 +55,8 @@ class Weighed(CpuStandIn):
         return used_bytes
 
     def peak_bytes(self) -> int:
-        self.used_bytes()
-        peak_bytes, self.most_bytes = self.most_bytes, 0
+        used_bytes = self.used_bytes()
+        peak_bytes, self.most_bytes = self.most_bytes, used_bytes
         return peak_bytes
 
     def peak_so_far_bytes(self) -> int:

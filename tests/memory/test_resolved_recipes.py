@@ -40,6 +40,14 @@ class Reading(NamedTuple):
     """It makes the bits that were saved."""
 
 
+class Kept(NamedTuple):
+    """A tensor that a pass has saved, until backward needs it."""
+
+    walk: Walk
+    view: View
+    bits: Tensor
+
+
 class Passes:
     """Passes of one model under a plan that would recompute all that it saves."""
 
@@ -53,6 +61,7 @@ class Passes:
         self.stepped_aside = False
         self.alive: list[Any] = []
         """What the last pass saved stays until the next one, as in a training."""
+        self.kept: list[Kept] = []
 
     def run(self, body: Run) -> list[Reading]:
         """One pass; what was read for each tensor that it saved."""
@@ -61,6 +70,7 @@ class Passes:
         self.reader.begin()
         before, self.alive = self.alive, []
         found: list[Reading] = []
+        self.kept.clear()
 
         def save(tensor: Tensor, size_bytes: int, key: int) -> Any:
             place = len(found)
@@ -92,6 +102,7 @@ class Passes:
             if type(packed) is not View:  # saved once more
                 return self.store.view(self.store.find(tensor, key, within), tensor)
             self.alive.append(packed.saved)
+            self.kept.append(Kept(walk, packed, bits))
             recipe = packed.saved.recipe
             alike = seen(recipe) == seen(expected)
             del expected

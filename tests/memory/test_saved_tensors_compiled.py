@@ -672,7 +672,7 @@ class Moving:
         self.saved.recipe = recipe
         self.bits = bits = self.saved.alias.clone()
         recipe.dtype, recipe.size, recipe.stride = bits.dtype, bits.size(), bits.stride()
-        recipe.making = lambda given: bits.clone()
+        recipe.calls = lambda given: bits.clone()
         flat = self.store.backend.reserve(SIZE)
         self.hosts = {7: flat.view(torch.float32).view(32, 32)}
         if self.walk is not None:
@@ -882,12 +882,12 @@ def test_where_what_a_recipe_reads_was_modified_python_raises(both: tuple[Any, A
     def fail(given: Any) -> Tensor:
         raise Modified(moving.bits, 0)
 
-    moving.recipe.making = fail
+    moving.recipe.calls = fail
     moving.walk.attend = lambda moves, saved: None
     moving.walk.expect(ReadyStep(use_code(7), number=7))
     assert in_backward(lambda: moving.walk.at.use(moving.view)) is None
     assert not moving.walk.fence.down
-    moving.recipe.making = lambda given: moving.bits.clone()
+    moving.recipe.calls = lambda given: moving.bits.clone()
     assert torch.equal(moving.store.hand_out(moving.view), moving.bits)
 
 

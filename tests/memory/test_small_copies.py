@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kilter.memory.plan.problem import Link
 
 SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
 LAYERS, WIDTH, ROWS, PASSES = 8, 64, 256, 14
+Begin = Callable[[SmallCopies], None]
 
 
 class Net(nn.Module):
@@ -97,8 +99,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     asked: list[bool] = []
     of = SmallCopies.of
 
-    def counted(self: SmallCopies, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
-        found = of(self, tensor, version)
+    def counted(self: SmallCopies, tensor: torch.Tensor, *how: Any) -> torch.Tensor | None:
+        found = of(self, tensor, *how)
         asked.append(found is not None)
         return found
 
@@ -123,12 +125,19 @@ def test_numbers_are_plains_whatever_is_done_to_a_bias(name: str, given: list[bo
     assert any(given), "no recipe was given a copy"
 
 
-def test_copies_are_made_when_a_pass_begins_each_in_a_storage_of_its_own() -> None:
+@pytest.fixture(params=["library", "python"])
+def begin(request: pytest.FixtureRequest, both: tuple[Any, Any]) -> Begin:
+    """Begins a pass, with the compiled library and without."""
+    library = both[0]._store.compiled if request.param == "library" else None
+    return lambda copies: copies.begin(library)
+
+
+def test_copies_are_made_when_a_pass_begins_each_in_a_storage_of_its_own(begin: Begin) -> None:
     parameters = [nn.Parameter(torch.randn(3 + n)) for n in range(3)]
     copies = SmallCopies()
-    copies.begin()
+    begin(copies)
     assert [copies.of(p, p._version) for p in parameters] == [None] * 3
-    copies.begin()
+    begin(copies)
     found = [copies.of(p, p._version) for p in parameters]
     assert all(
         one is not None and torch.equal(one, p) for one, p in zip(found, parameters, strict=True)
@@ -142,7 +151,7 @@ def test_copies_are_made_when_a_pass_begins_each_in_a_storage_of_its_own() -> No
     assert found[1].any(), "an older recipe reads what was there"
 
 
-def test_memory_of_copies_is_used_again_once_no_recipe_reads_them() -> None:
+def test_memory_of_copies_is_used_again_once_no_recipe_reads_them(begin: Begin) -> None:
     copies, parameters = SmallCopies(), [nn.Parameter(torch.randn(8)) for _ in range(3)]
 
     def read() -> list[torch.Tensor]:
@@ -150,14 +159,14 @@ def test_memory_of_copies_is_used_again_once_no_recipe_reads_them() -> None:
         return [one for one in found if one is not None]
 
     read()
-    copies.begin()
+    begin(copies)
     held, *others = read()
     places, bits = [one.data_ptr() for one in others], held.clone()
     del others
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(2)
-    copies.begin()
+    begin(copies)
     first, *others = read()
     assert torch.equal(held, bits)
     assert first.data_ptr() != held.data_ptr()
@@ -166,34 +175,47 @@ def test_memory_of_copies_is_used_again_once_no_recipe_reads_them() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.randn(4), torch.randn(8).double()], ids=["size", "type"])
-def test_memory_of_copies_is_not_used_for_another(other: torch.Tensor) -> None:
+def test_memory_of_copies_is_not_used_for_another(begin: Begin, other: torch.Tensor) -> None:
     copies, parameter = SmallCopies(), nn.Parameter(torch.randn(8))
     copies.of(parameter, parameter._version)
-    copies.begin()
+    begin(copies)
     assert copies.of(parameter, parameter._version) is not None
     parameter.data = other
-    copies.begin()
+    begin(copies)
     found = copies.of(parameter, parameter._version)
     assert found is not None
     assert found.dtype is other.dtype
     assert torch.equal(found, other)
 
 
-def test_a_parameter_that_is_not_read_any_more_is_let_go() -> None:
+def test_a_parameter_that_is_not_read_any_more_is_let_go(begin: Begin) -> None:
     copies = SmallCopies()
     copies.of(nn.Parameter(torch.ones(2)), 0)
     for _ in range(8):
-        copies.begin()
+        begin(copies)
     assert not copies._wanted
 
 
-def test_a_parameter_whose_bytes_were_taken_away_is_not_copied() -> None:
+def test_a_parameter_whose_bytes_were_taken_away_is_not_copied(begin: Begin) -> None:
     copies = SmallCopies()
     parameter = nn.Parameter(torch.ones(2))
     copies.of(parameter, 0)
     parameter.untyped_storage().resize_(0)
-    copies.begin()
+    begin(copies)
     assert copies.of(parameter, parameter._version) is None
+
+
+def test_copies_are_made_in_the_type_in_which_they_are_read(begin: Begin) -> None:
+    copies, parameter = SmallCopies(), nn.Parameter(torch.randn(8))
+    types = [None, torch.bfloat16, torch.float64]
+    for dtype in types:
+        copies.of(parameter, parameter._version, dtype)
+    begin(copies)
+    for dtype in types:
+        found = copies.of(parameter, parameter._version, dtype)
+        assert found is not None
+        assert found.dtype is (dtype or torch.float32)
+        assert torch.equal(found, parameter.to(found.dtype))
 
 
 def test_statistics_that_several_recipes_read_are_not_copied(

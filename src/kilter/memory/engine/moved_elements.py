@@ -12,38 +12,40 @@ from typing import Any
 import torch
 
 from kilter.memory.engine.operation_graph import (
-    GivenTensors,
+    Build,
     Graph,
-    Make,
+    Operator,
     RecomputeRule,
-    Source,
+    Slot,
     number,
     of_input,
 )
 
+_ATEN = torch.ops.aten
 
-def _shaped(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+
+def _shaped(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     """The same elements in the same order under another shape."""
     if math.prod(node._saved_self_sym_sizes) != math.prod(size):
         return None
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda given: source(given).reshape(size)
+    return source and graph.call(_ATEN.reshape, source, [*size])
 
 
-def _expanded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _expanded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda given: source(given).expand(size)
+    return source and graph.call(_ATEN.expand, source, [*size])
 
 
-def _part(begin_of: Callable[[Any, int, int], tuple[int, int]]) -> Any:
+def _part(begin_of: Callable[[Any, int, int], tuple[int, int]]) -> Build:
     """One of the parts of a tensor along a dimension; `begin_of` says where one of this number
     begins, and how long it is, of so many elements."""
 
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
         which, dim = graph.output, number(node, "dim")
-        begin, length = begin_of(node, which, node._saved_self_sym_sizes[dim])
+        part = begin_of(node, which, node._saved_self_sym_sizes[dim])
         source = graph.value(node.next_functions[0])
-        return None if source is None else lambda given: source(given).narrow(dim, begin, length)
+        return source and graph.call(_ATEN.narrow, source, dim, *part)
 
     return build
 
@@ -58,34 +60,30 @@ def _unequal_part(node: Any, which: int, count: int) -> tuple[int, int]:
     return sum(sizes[:which]), sizes[which]
 
 
-def _unbound(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _unbound(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     which, dim = graph.output, number(node, "dim")
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda given: source(given).select(dim, which)
+    return source and graph.call(_ATEN.select.int, source, dim, which)
 
 
-def _slice(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
-    return x[(*[slice(None)] * (dim % x.ndim), slice(start, end, step))]
-
-
-def _stacked(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _stacked(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     """Several tensors side by side in a new dimension; one that is not in the graph is out of
     reach."""
     dim = number(node, "dim")
-    sources: list[Source] = []
+    sources: list[Slot] = []
     for edge in node.next_functions:
         source = graph.value(edge)
         if source is None:
             return None
         sources.append(source)
-    return lambda given: torch.stack([source(given) for source in sources], dim)
+    return graph.call(_ATEN.stack, sources, dim)
 
 
-def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     """The same along a dimension that they have. What is not in the graph may be empty (a cache of
     keys that was not written to before), if the others fill the result."""
     dim = number(node, "dim")
-    sources: list[Source] = []
+    sources: list[Slot] = []
     length = 0
     for before, output in node.next_functions:
         if before is None:
@@ -95,12 +93,10 @@ def _joined(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
             return None
         sources.append(source)
         length += before._input_metadata[output].shape[dim]
-    if length != size[dim]:
-        return None
-    return lambda given: torch.cat([source(given) for source in sources], dim)
+    return graph.call(_ATEN.cat, sources, dim) if length == size[dim] else None
 
 
-def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     """`x[indices]`; None among them stands for all elements of that dimension."""
     source = graph.value(node.next_functions[0])
     if source is None:
@@ -108,27 +104,21 @@ def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -
     indices = [
         graph.saved(node, "_raw_saved_indices", i) for i in range(len(node._raw_saved_indices))
     ]
-
-    def make(given: GivenTensors) -> torch.Tensor:
-        return source(given)[
-            tuple(slice(None) if index is None else index(given) for index in indices)
-        ]
-
-    return make
+    return graph.call(_ATEN.index.Tensor, source, indices)
 
 
-def _gathered(apply: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]) -> Any:
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _gathered(operator: Operator) -> Build:
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
         index, dim = graph.saved(node, "_raw_saved_index"), number(node, "dim")
         source = graph.value(node.next_functions[0])
         if source is None or index is None:
             return None
-        return lambda given: apply(source(given), dim, index(given))
+        return graph.call(operator, source, dim, index)
 
     return build
 
 
-def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
     """The node does not keep the value of the padding: one element is taken from the padding."""
     made, pads = graph.made, number(node, "pad")
     dims = len(size)
@@ -147,49 +137,49 @@ def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
     if made is None or not padding or not all(size):
         return None
     source = graph.value(node.next_functions[0])
-    if source is None:
-        return None
     value = made.detach()[tuple(corner)].clone()
 
-    def make(given: GivenTensors) -> torch.Tensor:
+    def pad(inside: torch.Tensor) -> torch.Tensor:
         out = value.expand(size).clone(memory_format=torch.contiguous_format)
-        out[tuple(inner)] = source(given)
+        out[tuple(inner)] = inside
         return out
 
-    return make
+    return source and graph.call(pad, source)
 
 
 _SHAPED = RecomputeRule("view", _shaped)
 MOVES = {
     "CatBackward0": RecomputeRule("concatenation", _joined),
-    "ChannelShuffleBackward0": RecomputeRule("shuffle", of_input(torch.channel_shuffle, "groups")),
+    "ChannelShuffleBackward0": RecomputeRule("shuffle", of_input(_ATEN.channel_shuffle, "groups")),
     "ConstantPadNdBackward0": RecomputeRule("padding", _padded),
     "ExpandBackward0": RecomputeRule("view", _expanded),
-    "FlipBackward0": RecomputeRule("flip", of_input(torch.flip, "dims")),
-    "GatherBackward0": RecomputeRule("gather", _gathered(torch.gather)),
+    "FlipBackward0": RecomputeRule("flip", of_input(_ATEN.flip, "dims")),
+    "GatherBackward0": RecomputeRule("gather", _gathered(_ATEN.gather)),
     "IndexBackward0": RecomputeRule("index", _taken),
-    "IndexSelectBackward0": RecomputeRule("index", _gathered(torch.index_select)),
-    "PermuteBackward0": RecomputeRule("view", of_input(torch.permute, "dims")),
+    "IndexSelectBackward0": RecomputeRule("index", _gathered(_ATEN.index_select)),
+    "PermuteBackward0": RecomputeRule("view", of_input(_ATEN.permute, "dims")),
     "PixelShuffleBackward0": RecomputeRule(
-        "shuffle", of_input(torch.pixel_shuffle, "upscale_factor")
+        "shuffle", of_input(_ATEN.pixel_shuffle, "upscale_factor")
     ),
     "PixelUnshuffleBackward0": RecomputeRule(
-        "shuffle", of_input(torch.pixel_unshuffle, "downscale_factor")
+        "shuffle", of_input(_ATEN.pixel_unshuffle, "downscale_factor")
     ),
-    "RepeatBackward0": RecomputeRule("repetition", of_input(torch.Tensor.repeat, "repeats")),
-    "RollBackward0": RecomputeRule("roll", of_input(torch.roll, "shifts", "dims")),
-    "SelectBackward0": RecomputeRule("view", of_input(torch.select, "dim", "index")),
-    "SliceBackward0": RecomputeRule("view", of_input(_slice, "dim", "start", "end", "step")),
+    "RepeatBackward0": RecomputeRule("repetition", of_input(_ATEN.repeat, "repeats")),
+    "RollBackward0": RecomputeRule("roll", of_input(_ATEN.roll, "shifts", "dims")),
+    "SelectBackward0": RecomputeRule("view", of_input(_ATEN.select.int, "dim", "index")),
+    "SliceBackward0": RecomputeRule(
+        "view", of_input(_ATEN.slice.Tensor, "dim", "start", "end", "step")
+    ),
     "SplitBackward0": RecomputeRule("view", _part(_equal_part), many=True),
     "SplitWithSizesBackward0": RecomputeRule("view", _part(_unequal_part), many=True),
     "SqueezeBackward0": _SHAPED,
     "SqueezeBackward1": _SHAPED,
     "SqueezeBackward2": _SHAPED,
     "StackBackward0": RecomputeRule("concatenation", _stacked),
-    "TBackward0": RecomputeRule("view", of_input(torch.t)),
-    "TransposeBackward0": RecomputeRule("view", of_input(torch.transpose, "dim0", "dim1")),
+    "TBackward0": RecomputeRule("view", of_input(_ATEN.t)),
+    "TransposeBackward0": RecomputeRule("view", of_input(_ATEN.transpose.int, "dim0", "dim1")),
     "UnbindBackward0": RecomputeRule("view", _unbound, many=True),
     "UnsafeViewBackward0": _SHAPED,
-    "UnsqueezeBackward0": RecomputeRule("view", of_input(torch.unsqueeze, "dim")),
+    "UnsqueezeBackward0": RecomputeRule("view", of_input(_ATEN.unsqueeze, "dim")),
     "ViewBackward0": _SHAPED,
 }

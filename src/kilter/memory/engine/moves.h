@@ -294,6 +294,8 @@ void arrive(const Position* self, PyObject* saved, const py::object& alias) {
   add(attribute(self->held.store, names.counts).ptr(), names.evicted, -1);
 }
 
+py::object made_again(const Position* self, PyObject* recipe);  // operator_calls.h
+
 // `Store.fetch`, of what was prefetched, or leaves nothing on the host and has a recipe of its own.
 void fetch(const Position* self, PyObject* saved) {
   PyObject* transfer = slot(saved, slots.transfer);
@@ -305,7 +307,9 @@ void fetch(const Position* self, PyObject* saved) {
   } else if (number_in(saved, slots.state) == kEvicted && transfer == Py_None &&
              of_class(slot(saved, slots.recipe), names.recipe)) {
     const auto recipe = py::reinterpret_borrow<py::object>(slot(saved, slots.recipe));
-    const auto alias = ask(self, attribute(self->held.store, names.recompute).ptr(), recipe.ptr());
+    auto alias = made_again(self, recipe.ptr());
+    if (alias.is_none())
+      alias = ask(self, attribute(self->held.store, names.recompute).ptr(), recipe.ptr());
     if (alias.is_none() || !ordinary(alias.ptr())) return;
     arrive(self, saved, alias);
     put(saved, slots.recipe, Py_NewRef(Py_None));

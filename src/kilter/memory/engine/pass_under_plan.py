@@ -99,7 +99,7 @@ class PassUnderPlan:
         self.at.event = 0
         self.deviated = False
         self._moves.begin()
-        self._reader.begin()
+        self._reader.begin(self._store.compiled)
         self.measured = plan is None or self._kinds.measures(plan, budget_bytes)
         self._quiet = not self.measured
         if self.measured:

@@ -244,13 +244,7 @@ PyObject* use_view(Position* self, PyObject* view) {
   if (number_in(saved, slots.state) != kResident || !good()) Py_RETURN_NONE;
   put(saved, slots.handed_out, Py_NewRef(Py_True));
   PyObject* alias = slot(saved, slots.alias);
-  if (PyTuple_GET_ITEM(view, 3) == Py_None) return Py_NewRef(alias);
-  const Tensor& tensor = THPVariable_Unpack(alias);
-  const auto dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(view, 2))->scalar_type;
-  const auto [size, stride, offset] = std::tuple(
-      PyTuple_GET_ITEM(view, 3), PyTuple_GET_ITEM(view, 4), PyTuple_GET_ITEM(view, 5));
-  if (tensor.scalar_type() == dtype) return laid_out(tensor, size, stride, offset);
-  return as_another(tensor, dtype, size, stride, offset);
+  return THPVariable_Wrap(tensor_on(THPVariable_Unpack(alias), view));
 }
 
 // `Position.use`.

@@ -21,14 +21,20 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operation_graph import HeldSource, Make, Source
+from kilter.memory.engine.operation_graph import (
+    HeldSource,
+    Operator,
+    OperatorCall,
+    OperatorCalls,
+    Slot,
+    operator_of,
+)
 from kilter.memory.engine.operations import OPERATIONS
 from kilter.memory.engine.pass_record import COPIED_SHARE
 from kilter.memory.engine.resolved import (
@@ -108,14 +114,16 @@ class Recipe:
     """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
     __slots__ = (
-        "closed", "dtype", "given", "in_backward", "making", "node", "parameters", "size",
+        "calls", "closed", "dtype", "given", "in_backward", "node", "parameters", "size",
         "sources", "stride", "told",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, node: str, making: Make, reader: Reader) -> None:
-        self.making = making
-        """It makes the tensor of what is `given`."""
-        self.given = tuple(reader.given.values())
+    def __init__(
+        self, tensor: torch.Tensor, node: str, calls: OperatorCalls, reader: Reader
+    ) -> None:
+        self.calls = calls
+        """They make the tensor of what is `given`."""
+        self.given = tuple(reader.given)
         """It reads these, in this order."""
         self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
@@ -162,7 +170,7 @@ class Recipe:
 
     def make(self) -> torch.Tensor:
         """The tensor, in its own layout. May raise `Unlike`."""
-        made = self.making([read() for read in self.given])
+        made = self.calls([read() for read in self.given])
         if made.requires_grad:  # nothing was to be done to a parameter
             made = made.detach()
         if made.dtype is not self.dtype or made.size() != self.size:
@@ -208,16 +216,18 @@ class Reader:
         """It holds, by identity of a tensor, the sources of this pass that read it without a
         copy."""
         self._held: list[_Held] = []
-        self.given: dict[Source, Read] = {}
+        self.given: list[Read] = []
         """The present recipe reads these."""
+        self._calls: list[OperatorCall] = []
+        """It makes these calls."""
         self.sources: list[Recomputable] = []
         self.closed: list[Recomputable] = []
         self.parameters: list[HeldSource] = []
         self.in_backward = False
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self.copies.begin()
+    def begin(self, library: Any = None) -> None:
+        """A pass begins; the compiled library is used if there is one."""
+        self.copies.begin(library)
         self.in_place.clear()
         self._leaves = {
             key: (known, counter, counter._version)
@@ -255,18 +265,19 @@ class Reader:
         trace = self._trace = RecipeTrace() if resolve else None
         shown = node if trace is None else TracedNode(trace, 0, node)
         try:
-            making = operation.build(self, shown, base.dtype, base.size())
-            if making is None or not self._own(base.nbytes):
+            result = operation.build(self, shown, base.dtype, base.size())
+            if result is None or not self._own(base.nbytes):
                 return None
-            return Recipe(base, name, making, self)
+            return Recipe(base, name, OperatorCalls(self._calls, result), self)
         except Foreign:
             return None
         finally:  # what is read is held by the recipe alone
             self._tensor = None
             if trace is not None:
                 trace.end()
-            self.given.clear()
-            for found in (self._held, self.sources, self.closed, self.parameters):
+            for found in (
+                self.given, self._calls, self._held, self.sources, self.closed, self.parameters
+            ):  # fmt: skip
                 found.clear()
 
     def _own(self, size_bytes: int) -> bool:
@@ -321,7 +332,7 @@ class Reader:
         may have written to it since without a trace."""
         if held.take is not None or not self._memory.alone(held.tensor):
             return None
-        return self.copies.of(held.tensor, held.version)
+        return self.copies.of(held.tensor, held.version, held.dtype)
 
     # For builders
 
@@ -332,7 +343,7 @@ class Reader:
             self._trace.repeatable = False  # it has other bytes in another pass
         return self._tensor
 
-    def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
+    def saved(self, node: Any, name: str, index: int | None = None) -> Slot | None:
         """A tensor that a node saved, or this one of a list."""
         found = self._memory.kept_by(_real(node), name, index)
         if index is not None and self._trace is not None:
@@ -350,7 +361,7 @@ class Reader:
             self._note(SourceKind.SAVED, node, name)
         return self._source(read)
 
-    def value(self, edge: tuple[Any, int]) -> Source | None:
+    def value(self, edge: tuple[Any, int]) -> Slot | None:
         """What a node produced: a parameter, something saved, or recomputed from its inputs."""
         node, output = edge
         self._tensor = None
@@ -369,20 +380,34 @@ class Reader:
         self._note(SourceKind.OUTPUT, node)
         return self._source(found[0])
 
-    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+    def epsilon(self, node: Any, weight: Slot | None) -> float | None:
         """Of a layer norm with this weight."""
-        read, place = None, -1
-        if weight is not None:
-            read, place = self.given[weight], [*self.given].index(weight)
+        place = -1 if weight is None else weight.number
+        read = None if weight is None else self.given[place]
         found = self._memory.epsilon(_real(node), read)
         if self._trace is not None:
             self._trace.epsilons.append((node.place, place, found))
         return found
 
-    def _source(self, read: Read) -> Source:
-        source = itemgetter(len(self.given))
-        self.given[source] = read
+    def call(
+        self, operator: Operator, *arguments: Any, output: int | None = None, **keywords: Any
+    ) -> Slot:
+        """What an operator makes of these, or this one of its outputs."""
+        self._calls.append(OperatorCall(operator_of(operator), arguments, keywords, output))
+        return Slot(-len(self._calls))
+
+    def cast(self, source: Slot, dtype: torch.dtype) -> Slot:
+        """The same numbers in this type. A parameter's copy has that type from the beginning."""
+        read = self.given[source.number] if source.number >= 0 else None
+        if type(read) is not HeldSource:
+            return self.call(torch.ops.aten.to.dtype, source, dtype)
+        if read.tensor.dtype is not dtype:
+            read.dtype = dtype
         return source
+
+    def _source(self, read: Read) -> Slot:
+        self.given.append(read)
+        return Slot(len(self.given) - 1)
 
     def _reads(self, datum: Recomputable) -> None:
         self.sources.append(datum)
@@ -393,7 +418,7 @@ class Reader:
         if self._trace is not None:
             self._trace.found.append(SourcePlace(kind, node.place, name))
 
-    def _leaf(self, node: Any, parameter: torch.Tensor) -> Source:
+    def _leaf(self, node: Any, parameter: torch.Tensor) -> Slot:
         held = self._unwritten(parameter)
         self._held.append(_Held(held, False, len(self.given)))
         self._note(SourceKind.LEAF, node)
@@ -411,7 +436,7 @@ class Reader:
             raise Foreign("the program has written to a parameter in this pass")
         return HeldSource(parameter, version)
 
-    def _made(self, node: Any, output: int = 0) -> Source | None:
+    def _made(self, node: Any, output: int = 0) -> Slot | None:
         operation = OPERATIONS.get(node.name())
         if operation is None or (output and not operation.many):
             return None

@@ -1,6 +1,6 @@
 // Records the operations that run in the call of a module, and runs them again: what recording.py
 // does, without Python for each operation. What holds for an operation is asked of Python once.
-// Built with it are saved_tensors.h, moves.h, resolved.h, position.h and lane.h.
+// Built with it are the headers beside it.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,11 @@
 #include <torch/library.h>
 
 #include "lane.h"
+#include "operator_calls.h"
 #include "position.h"
 #include "resolved.h"
 #include "saved_tensors.h"
+#include "small_copies.h"
 
 #include <map>
 #include <memory>
@@ -627,10 +629,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("name", &name);
   PyModule_AddFunctions(m.ptr(), recording_functions);
   PyModule_AddFunctions(m.ptr(), saved_tensor_functions);
+  PyModule_AddFunctions(m.ptr(), small_copies_functions);
   py::class_<CopyCalls>(m, "CopyCalls")
       .def(py::init<Address, Address, Address, Address, Address>())
       .def("start", &CopyCalls::start);
   define_allocated_bytes(m);
+  py::class_<OperatorCalls>(m, "OperatorCalls");
   py::class_<ResolvedRecipe>(m, "ResolvedRecipe")
       .def(py::init<py::object, const py::object&, const py::object&, const py::object&>());
   m.attr("Position") = py::reinterpret_steal<py::object>(PyType_FromSpec(&position_type));

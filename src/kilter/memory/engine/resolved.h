@@ -11,7 +11,7 @@
 #include <array>
 #include <typeinfo>
 
-#include "moves.h"
+#include "operator_calls.h"
 
 namespace {
 
@@ -42,6 +42,7 @@ struct Place {
   py::object name;
   SourceUse use;
   size_t size_bytes;
+  py::object dtype;  // it is read in this type; None: as it is
   std::ptrdiff_t offset = 0;  // in the node, of the variable that it saved; 0: Python finds it
 };
 
@@ -165,6 +166,7 @@ struct Reading {
     put(source.ptr(), slots.read_tensor, Py_NewRef(tensor.ptr()));
     put(source.ptr(), slots.read_version, Py_NewRef(version.ptr()));
     put(source.ptr(), slots.read_take, Py_NewRef(Py_None));
+    put(source.ptr(), slots.read_dtype, Py_NewRef(Py_None));
     return source;
   }
 
@@ -186,6 +188,7 @@ struct Reading {
     if (tensor.nbytes() != place.size_bytes || storage.nbytes() == 0 ||
         tensor._version() != number_in(source.ptr(), slots.read_version))
       return false;
+    put(source.ptr(), slots.read_dtype, Py_NewRef(place.dtype.ptr()));
     given.append(source);
     if (place.use == SourceUse::kInPlace) return read_in_place(source, held);
     if (place.use == SourceUse::kCopied) {
@@ -216,7 +219,8 @@ struct Reading {
 
   // `HeldSource.own`, of the copy that `Reader._copy_of` finds.
   void read_copy(const py::object& source) {
-    const auto copy = copy_of(slot(source.ptr(), slots.read_tensor));
+    const auto copy = copy_of(slot(source.ptr(), slots.read_tensor),
+                              slot(source.ptr(), slots.read_dtype));
     if (!copy) {  // one is made now
       ask(position, attribute(source.ptr(), names.own).ptr(), Py_None);
       return;
@@ -228,9 +232,9 @@ struct Reading {
 
   // The copy from the beginning of the pass, or nothing: `SmallCopies.of`. (The pass is on one
   // stream.)
-  py::object copy_of(PyObject* held) const {
+  py::object copy_of(PyObject* held, PyObject* dtype) const {
     if (!of_class(held, names.parameter) || !alone(position, held)) return {};
-    const auto key = owned(PyLong_FromVoidPtr(held));
+    const auto key = py::make_tuple(owned(PyLong_FromVoidPtr(held)), py::handle(dtype));
     const auto now = py::make_tuple(py::handle(held), 0);
     const auto copies = attribute(small, names.copies_made), wanted = attribute(small, names.wanted);
     if (PyDict_SetItem(wanted.ptr(), key.ptr(), now.ptr())) throw python_error();
@@ -278,11 +282,12 @@ class ResolvedRecipe {
       outputs_.push_back({node, output, like.dtype(), like.shape_as_dim_vector().vec()});
     }
     for (const auto& one : trace.attr("found")) {
-      const auto [kind, node, name, use, size_bytes] =
-          one.cast<std::tuple<long long, size_t, py::object, long long, size_t>>();
+      const auto [kind, node, name, use, size_bytes, dtype] =
+          one.cast<std::tuple<long long, size_t, py::object, long long, size_t, py::object>>();
       places_.push_back({static_cast<SourceKind>(kind), node, name, static_cast<SourceUse>(use),
-                         size_bytes, offset_of(nodes.at(node), name)});
+                         size_bytes, dtype, offset_of(nodes.at(node), name)});
     }
+    carry_out_here(slot(recipe.ptr(), slots.made_calls));
   }
 
   // The recipe of this tensor, in the pass that the position is in, or None.
@@ -301,9 +306,19 @@ class ResolvedRecipe {
   }
 
  private:
+  // `OperatorCalls.compiled`, where all constants are of known kinds.
+  static void carry_out_here(PyObject* calls) {
+    try {
+      if (of_class(calls, names.calls))
+        put(calls, slots.compiled, py::cast(OperatorCalls(calls)).release().ptr());
+    } catch (const std::exception&) {  // Python carries them out
+      PyErr_Clear();
+    }
+  }
+
   // What a `Recipe` has in each pass, in the order of `made_`.
   static std::array<Py_ssize_t, 5> always() {
-    return {slots.making, slots.made_by, slots.made_dtype, slots.made_size, slots.made_stride};
+    return {slots.made_calls, slots.made_by, slots.made_dtype, slots.made_size, slots.made_stride};
   }
 
   static const std::type_info* type_of(const Node* node) {

@@ -52,6 +52,8 @@ class SourcePlace(NamedTuple):
     name: str = ""
     use: SourceUse = SourceUse.IN_PLACE
     size_bytes: int = 0
+    dtype: torch.dtype | None = None
+    """It is read in this type; None: as it is."""
 
 
 class RecipeTrace:
@@ -104,7 +106,9 @@ class RecipeTrace:
         """The source at this place, among all that the recipe reads, is read so."""
         there = [at for at, one in enumerate(self.found) if one.kind is not SourceKind.NOTHING]
         found = self.found[there[place]]
-        self.found[there[place]] = found._replace(use=use, size_bytes=held.tensor.nbytes)
+        self.found[there[place]] = found._replace(
+            use=use, size_bytes=held.tensor.nbytes, dtype=held.dtype
+        )
         if held.take is not None or (found.kind is SourceKind.LEAF and use is SourceUse.IN_PLACE):
             self.repeatable = False
 

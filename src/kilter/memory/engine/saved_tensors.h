@@ -30,23 +30,23 @@ constexpr long long kResident = 0, kPrefetching = 1, kEvicted = 2;  // of store.
 // Of Python; never freed.
 struct Names {
   PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *source,
-      *leaf, *output;
+      *calls, *leaf, *output;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
       *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *recompute,
       *recomputed, *out_bytes, *in_bytes, *data, *in_place, *leaf_again, *epsilon_again, *copies,
-      *copies_made, *wanted, *own, *unpack_hook;
+      *copies_made, *wanted, *own, *unpack_hook, *carry_out;
 };
 Names names;
 
-// Where `Saved` and `Transfer` of store.py, `Recipe` of recompute.py and `HeldSource` of
-// operation_graph.py have their attributes.
+// Where `Saved` and `Transfer` of store.py, `Recipe` of recompute.py, `HeldSource` and
+// `OperatorCalls` of operation_graph.py have their attributes.
 struct Slots {
   Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
       state, transfer, recipe, calls, store, host, pooled, departure, arrival, closed, sources,
-      parameters, in_backward, told, making, made_by, made_dtype, made_size, made_stride, given,
-      read_tensor, read_version, read_take;
+      parameters, in_backward, told, made_calls, made_by, made_dtype, made_size, made_stride, given,
+      read_tensor, read_version, read_take, read_dtype, compiled;
 };
 Slots slots;
 
@@ -79,14 +79,14 @@ long long number_in(PyObject* saved, Py_ssize_t offset) {
 
 void name(const py::object& itself, const py::object& saved, const py::object& view,
           const py::object& transfer, const py::object& recipe, const py::object& source,
-          const py::object& leaf, const py::object& output) {
+          const py::object& calls, const py::object& leaf, const py::object& output) {
   const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
   const auto text = PyUnicode_InternFromString;
   const auto torch = py::module_::import("torch");
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
            own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(transfer),
-           own(recipe), own(source), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
+           own(recipe), own(source), own(calls), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
@@ -95,19 +95,22 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("stream"), text("wait"), text("copy_out"), text("copy_in"), text("room_like"),
            text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes"),
            text("data"), text("in_place"), text("leaf_again"), text("epsilon_again"),
-           text("copies"), text("_copies"), text("_wanted"), text("own"), text("unpack_hook")};
+           text("copies"), text("_copies"), text("_wanted"), text("own"), text("unpack_hook"),
+           text("carry_out")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };
-  const auto storage = of(saved), copies = of(transfer), made = of(recipe), read = of(source);
+  const auto storage = of(saved), copies = of(transfer), made = of(recipe), read = of(source),
+             list = of(calls);
   slots = {storage("within"), storage("number"), storage("size_bytes"), storage("key"),
            storage("alias"), storage("version"), storage("plain"), storage("touched"),
            storage("cast"), storage("handed_out"), storage("state"), storage("transfer"),
            storage("recipe"), storage("calls"), storage("store"), copies("host"),
            copies("pooled"), copies("departure"), copies("arrival"),
            made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told"),
-           made("making"), made("node"), made("dtype"), made("size"), made("stride"),
-           made("given"), read("tensor"), read("version"), read("take")};
+           made("calls"), made("node"), made("dtype"), made("size"), made("stride"),
+           made("given"), read("tensor"), read("version"), read("take"),
+           read("dtype"), list("compiled")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.
@@ -312,29 +315,40 @@ std::vector<int64_t> integers(PyObject* tuple) {
   return found;
 }
 
-PyObject* laid_out(const Tensor& alias, PyObject* size, PyObject* stride, PyObject* offset) {
+Tensor laid_out(const Tensor& alias, PyObject* size, PyObject* stride, PyObject* offset) {
   const auto* impl = alias.unsafeGetTensorImpl();
   auto made = impl->shallow_copy_and_detach(impl->version_counter(), true);
   made->set_sizes_and_strides(integers(size), integers(stride), PyLong_AsLongLong(offset));
-  return THPVariable_Wrap(Tensor(std::move(made)));
+  return Tensor(std::move(made));
 }
 
 // `view_of` of aliases.py, with the count of writes.
-PyObject* as_another(const Tensor& alias, at::ScalarType dtype, PyObject* size, PyObject* stride,
-                     PyObject* offset) {
+Tensor as_another(const Tensor& alias, at::ScalarType dtype, PyObject* size, PyObject* stride,
+                  PyObject* offset) {
   auto made = c10::make_intrusive<c10::TensorImpl>(
       c10::Storage(alias.storage()), alias.key_set(), at::scalarTypeToTypeMeta(dtype));
   made->set_sizes_and_strides(integers(size), integers(stride), PyLong_AsLongLong(offset));
   auto counter = made->version_counter();
   counter.set_version(alias._version());
-  return THPVariable_Wrap(Tensor(std::move(made)));
+  return Tensor(std::move(made));
+}
+
+// What a `View` stands for, on its storage.
+Tensor tensor_on(const Tensor& alias, PyObject* view) {
+  PyObject *size = PyTuple_GET_ITEM(view, 3), *stride = PyTuple_GET_ITEM(view, 4),
+           *offset = PyTuple_GET_ITEM(view, 5);
+  if (size == Py_None) return alias;
+  const auto dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(view, 2))->scalar_type;
+  if (alias.scalar_type() == dtype) return laid_out(alias, size, stride, offset);
+  return as_another(alias, dtype, size, stride, offset);
 }
 
 // As `alias.as_strided(size, stride, offset)`, but no view.
 PyObject* laid_out(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!ordinary(arguments[0])) Py_RETURN_NONE;
-  return laid_out(THPVariable_Unpack(arguments[0]), arguments[1], arguments[2], arguments[3]);
+  return THPVariable_Wrap(
+      laid_out(THPVariable_Unpack(arguments[0]), arguments[1], arguments[2], arguments[3]));
   END_HANDLE_TH_ERRORS
 }
 

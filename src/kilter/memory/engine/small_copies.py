@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -20,6 +20,10 @@ from kilter.observe import torch_internals
 
 PASSES = 4
 """A parameter whose copy no recipe has read for so many passes is not copied any more."""
+
+
+_Key: TypeAlias = tuple[int, torch.dtype | None]
+"""A parameter's identity, and the type of the copy (None: the parameter's own)."""
 
 
 class _Copy(NamedTuple):
@@ -33,37 +37,39 @@ class SmallCopies:
     """Copies that are valid for one pass."""
 
     def __init__(self) -> None:
-        self._wanted: dict[int, tuple[Parameter, int]] = {}
-        """It holds each parameter by identity, and how many passes ago it was read. An alias in the
-        parameter's place would count as a holder of its storage."""
-        self._copies: dict[int, _Copy] = {}
+        self._wanted: dict[_Key, tuple[Parameter, int]] = {}
+        """It holds each parameter, and how many passes ago it was read. An alias in the parameter's
+        place would count as a holder of its storage."""
+        self._copies: dict[_Key, _Copy] = {}
         self._stream: Any = None
 
-    def begin(self) -> None:
-        """A pass begins: copy what the last ones wanted."""
+    def begin(self, library: Any = None) -> None:
+        """A pass begins: copy what the last ones wanted. The compiled library does it sooner."""
         self._wanted = {
             key: (parameter, passes + 1)
             for key, (parameter, passes) in self._wanted.items()
             if passes < PASSES
         }
-        before, self._copies = self._copies, {}
-        by_type: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
-        for parameter, _ in self._wanted.values():
-            if parameter.is_contiguous() and parameter.untyped_storage().nbytes():
-                by_type.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for (device, _), parameters in by_type.items():
-            stream, self._stream = self._stream, _stream_of(device)
-            if stream != self._stream:
-                before = {}  # work on the other stream may still read them
-            self._copies |= ungraded(partial(_copies_of, parameters, before))
+        if not self._wanted:
+            self._copies = {}
+            return
+        device = next(iter(self._wanted.values()))[0].device
+        before, stream, self._stream = self._copies, self._stream, _stream_of(device)
+        if stream != self._stream:
+            before = {}  # work on the other stream may still read them
+        found = library and library.copies_of(self._wanted, before, _Copy, device)
+        self._copies = found or _copies_of(self._wanted, before, device)
 
-    def of(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
-        """The copy of a parameter as it was at that count of writes. `None` if there is none; from
-        the next pass on there is one."""
+    def of(
+        self, tensor: torch.Tensor, version: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """The copy of a parameter as it was at that count of writes, in this type (None: its own).
+        `None` if there is none; from the next pass on there is one."""
         if type(tensor) is not Parameter:
             return None
-        self._wanted[id(tensor)] = tensor, 0
-        found = self._copies.get(id(tensor))
+        key = id(tensor), dtype
+        self._wanted[key] = tensor, 0
+        found = self._copies.get(key)
         if (
             found is None
             or found.version != version
@@ -74,25 +80,34 @@ class SmallCopies:
         return found.tensor
 
 
-def _copies_of(parameters: list[Parameter], before: dict[int, _Copy]) -> dict[int, _Copy]:
-    """By identity; all of one type and device. They take the memory of those before that no recipe
+def _copies_of(
+    wanted: dict[_Key, tuple[Parameter, int]], before: dict[_Key, _Copy], device: torch.device
+) -> dict[_Key, _Copy]:
+    """Copies of those that are on this device. They take the memory of those before that no recipe
     reads any more."""
-    versions = [parameter._version for parameter in parameters]
-    copies = [_room_for(parameter, before.pop(id(parameter), None)) for parameter in parameters]
-    torch_internals.foreach_copy(copies, parameters)
-    return {
-        id(parameter): _Copy(copy, version, parameter.untyped_storage()._cdata)
-        for parameter, copy, version in zip(parameters, copies, versions, strict=True)
-    }
+    found: dict[_Key, _Copy] = {}
+    by_type: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for key, (parameter, _) in wanted.items():
+        storage = parameter.untyped_storage()
+        if parameter.device != device or not parameter.is_contiguous() or not storage.nbytes():
+            continue
+        copy = _room_for(parameter, key[1] or parameter.dtype, before.get(key))
+        copies, parameters = by_type.setdefault((parameter.dtype, copy.dtype), ([], []))
+        copies.append(copy)
+        parameters.append(parameter)
+        found[key] = _Copy(copy, parameter._version, storage._cdata)
+    for several in by_type.values():
+        ungraded(partial(torch_internals.foreach_copy, *several))
+    return found
 
 
-def _room_for(parameter: Parameter, before: _Copy | None) -> torch.Tensor:
+def _room_for(parameter: Parameter, dtype: torch.dtype, before: _Copy | None) -> torch.Tensor:
     if before is not None:
         tensor = before.tensor
-        alike = tensor.size() == parameter.size() and tensor.dtype is parameter.dtype
+        alike = tensor.size() == parameter.size() and tensor.dtype is dtype
         if alike and sys.getrefcount(tensor) == OURS and tensor.device == parameter.device:
             return tensor
-    return torch.empty_like(parameter)
+    return torch.empty_like(parameter, dtype=dtype)
 
 
 OURS = 3

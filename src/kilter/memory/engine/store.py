@@ -29,7 +29,7 @@ from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.norms import ProgramNorms
-from kilter.memory.engine.operation_graph import HeldSource
+from kilter.memory.engine.operation_graph import HeldSource, OperatorCalls
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import Foreign, Read, Recipe, root_of
 from kilter.memory.engine.saved_bytes import SavedBytes
@@ -304,7 +304,9 @@ class Store:
         """From here on have the compiled library do what it can, if there is one."""
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
-            self.compiled.name(Itself, Saved, View, Transfer, Recipe, HeldSource, LEAF, OUTPUT)
+            self.compiled.name(
+                *(Itself, Saved, View, Transfer, Recipe, HeldSource, OperatorCalls, LEAF, OUTPUT)
+            )
             self.backend.use_library(self.compiled)
 
     # Save and read
@@ -571,6 +573,10 @@ class Store:
         with contextlib.suppress(Modified):
             return self._with_room(lambda: self.carried_out(recipe.make))
         return None
+
+    def carry_out(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+        """One call of a recipe that the compiled library carries out."""
+        return self._with_room(lambda: function(*arguments))
 
     def room_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for what was copied here."""

@@ -199,7 +199,7 @@ def of_saved(
 
 
 def of_input(operator: Operator, *names: str, typed: bool = False) -> Build:
-    """The same of its first input, which the node did not save. If `typed`, the operator is told
+    """The same of its first input, which the node did not save. If `typed`, the operator is given
     the type of its result, which the node does not keep."""
 
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:

@@ -181,8 +181,8 @@ class OperatorCalls {
                          ? owned(THPVariable_Wrap(at(argument.slots[0])))
                          : argument.object;
     }
-    const auto carry_out = attribute(position->held.store, names.carry_out);
-    const auto found = ask(position, carry_out.ptr(), call.function.ptr(), arguments.ptr());
+    const auto with_room = attribute(position->held.store, names.call_with_room);
+    const auto found = ask(position, with_room.ptr(), call.function.ptr(), arguments.ptr());
     return THPVariable_Unpack(found.ptr());
   }
 

@@ -311,8 +311,8 @@ class ResolvedRecipe {
     try {
       if (of_class(calls, names.calls))
         put(calls, slots.compiled, py::cast(OperatorCalls(calls)).release().ptr());
-    } catch (const std::exception&) {  // Python carries them out
-      PyErr_Clear();
+    } catch (const std::runtime_error&) {  // a constant of another kind: Python carries them out
+    } catch (const c10::Error&) {          // an operator that the dispatcher does not know: likewise
     }
   }
 

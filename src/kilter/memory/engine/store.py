@@ -574,7 +574,7 @@ class Store:
             return self._with_room(lambda: self.carried_out(recipe.make))
         return None
 
-    def carry_out(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    def call_with_room(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
         """One call of a recipe that the compiled library carries out."""
         return self._with_room(lambda: function(*arguments))
 

@@ -111,6 +111,17 @@ def test_a_bias_is_copied_in_the_type_of_the_product(passes: Carried) -> None:
     assert not passes.asked
 
 
+def test_a_parameter_that_is_cast_twice_is_rounded_twice(passes: Carried) -> None:
+    def body(x: Tensor, w: Weights) -> Tensor:
+        return F.silu(w.one(x).double() + w.two.bias.bfloat16().double())
+
+    evicted = passes.evicted(body)
+    assert "AddBackward0" in {kept.view.saved.recipe.node for kept in evicted}
+    for kept in reversed(evicted):
+        assert torch.equal(used(kept), kept.bits)
+    assert all(reading.equal for reading in passes.run(body))
+
+
 def of_another_size(recipe: Recipe) -> None:
     recipe.size = torch.Size((5, 5))
 

@@ -399,7 +399,7 @@ class Reader:
     def cast(self, source: Slot, dtype: torch.dtype) -> Slot:
         """The same numbers in this type. A parameter's copy has that type from the beginning."""
         read = self.given[source.number] if source.number >= 0 else None
-        if type(read) is not HeldSource:
+        if type(read) is not HeldSource or read.dtype not in (None, dtype):
             return self.call(torch.ops.aten.to.dtype, source, dtype)
         if read.tensor.dtype is not dtype:
             read.dtype = dtype

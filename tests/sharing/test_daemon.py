@@ -176,8 +176,8 @@ def test_jobs_join_are_killed_and_the_daemon_is_replaced(machine):
 def test_a_job_ends_as_a_script_does_and_leaves(machine):
     daemon = machine.serve("maxmin")
     job = machine.job("short", epochs=3)
-    assert job.wait(TIMEOUT_S) == 0
-    told = job.communicate()[0]
+    told = job.communicate(timeout=TIMEOUT_S)[0]
+    assert job.returncode == 0, told
     assert "Traceback" not in told
     assert json.loads((machine.folder / "short" / "rank0.json").read_text())["losses"]
     machine.until(lambda: "short" not in machine.jobs(), "the job has left")

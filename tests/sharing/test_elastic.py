@@ -1,6 +1,7 @@
 """Real jobs on gloo whose data ratio changes: the same training as without."""
 
 import itertools
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import changes, train
+from ranks import HERE, TIMEOUT_S, changes, train
 
 PLAN = [[4, 3, 3], [6, 4, 0], [0, 5, 5], [10, 0, 0], [2, 2, 6]]
 
@@ -125,3 +126,13 @@ def test_ranks_that_share_batch_statistics_are_never_without_samples(monkeypatch
     monkeypatch.setattr(jobs, "_world", lambda: 2)
     assert not job._idle_is_possible()
     assert "never without samples: that is not possible with SyncBatchNorm" in said[0]
+
+
+def test_threads_of_torch_get_the_lock_before_the_interpreter_ends(tmp_path):
+    """Or Python would end them in the middle of C++, which aborts the rank. Kilter keeps a process
+    group that its script would have freed, and with it these threads."""
+    command = [sys.executable, str(HERE / "last_thread_worker.py"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01"]
+    for rank in ranks:
+        assert rank.communicate(timeout=TIMEOUT_S)[0] == "the thread had the lock\n"
+        assert rank.returncode == 0

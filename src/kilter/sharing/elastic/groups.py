@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 from kilter.observe import torch_internals
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
 
 MOST_RANKS_WITH_IDLE = 4
 """Some ranks may be idle in jobs of up to so many: every set of active ranks needs a group."""
+
+_DROP_TENSORS_S = 0.1
+"""Gloo's threads need microseconds, but may have to wait for a processor first."""
+
+
+def let_threads_drop_tensors() -> None:
+    """Call before the interpreter ends: release its lock, so that gloo's threads can drop the
+    tensors of the last collective. Python ends a thread that asks for the lock later, and in the
+    middle of C++ that aborts the process (pytorch/pytorch#179291). A group waits for its threads
+    when it is freed, but the groups of a shared job live until the process ends."""
+    time.sleep(_DROP_TENSORS_S)
 
 
 class Groups:

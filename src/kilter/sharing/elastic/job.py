@@ -3,6 +3,7 @@ ratio may change."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import itertools
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
-from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
+from kilter.sharing.elastic.groups import (
+    MOST_RANKS_WITH_IDLE,
+    Groups,
+    Reduction,
+    let_threads_drop_tensors,
+)
 from kilter.sharing.elastic.losses import UNSEEN, Losses, watch_losses
 from kilter.sharing.elastic.meter import Guard
 from kilter.sharing.elastic.replicas import Replicas
@@ -344,6 +350,7 @@ class ElasticJob:
                 "make them the same on every rank",
             )
             return False
+        atexit.register(let_threads_drop_tensors)
         control = dist.new_group(backend="gloo")
         whole = _process_group(self.models[0])
         self._may_idle = self._idle_is_possible()

@@ -32,6 +32,7 @@ from memory_libraries import JOBS, SMALL_BATCH, losses_of, model_of
 from kilter.core.units import MIB
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.cuda import Cuda, measure_link
+from kilter.memory.engine.host import IDLE_PASSES
 from kilter.memory.host_time import HOST_EACH_S
 from kilter.memory.plan.problem import Link
 
@@ -39,8 +40,9 @@ UNLIMITED_BYTES = 2**50
 ARMS = "plain,plain+hooks,checkpointing,checkpointing+hooks,calls"
 GAP_NS = 20_000
 """The computing stream counts as idle in longer gaps than this."""
-SETTLING = 24
-"""Iterations before those that count: passes are watched, tried, planned and measured in them."""
+SETTLING = 12 + IDLE_PASSES
+"""Iterations before those that count: passes are watched, tried, planned and measured in them, and
+host memory that the plan does not need is given back, which stops one pass for up to 0.4 s."""
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 

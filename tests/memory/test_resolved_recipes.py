@@ -253,6 +253,18 @@ CHANGES: dict[str, tuple[Run, Callable[[Passes], object]]] = {
         after(lambda x, w: w.norm(x)),
         lambda passes: setattr(passes.weights.norm.weight, "data", torch.rand(WIDTH)),
     ),
+    "a parameter that is not saved, since the last pass": (
+        after(of_planes),
+        lambda passes: write_to_bias(passes.weights),
+    ),
+    "a parameter that is not saved": (
+        after(of_planes),
+        lambda passes: setattr(passes.weights.group, "bias", nn.Parameter(torch.rand(4))),
+    ),
+    "the memory of a parameter that is not saved": (
+        after(of_planes),
+        lambda passes: setattr(passes.weights.group.bias, "data", torch.rand(4)),
+    ),
     "that a parameter is one": (
         after(lambda x, w: of_planes(x, w)),
         lambda passes: passes.weights.group.bias.requires_grad_(False),
@@ -316,9 +328,19 @@ def test_what_changes_in_each_pass_is_left_to_its_builder(passes: Passes) -> Non
     assert passes.resolved[place - 1].by_number
 
 
+class OwnParameter(nn.Parameter):
+    """A parameter of the program's own class: Python is asked for it."""
+
+
+def of_own_parameter(x: Tensor, w: Weights) -> Tensor:
+    if type(w.group.bias) is nn.Parameter:
+        w.group.bias = OwnParameter(w.group.bias.detach())
+    return of_planes(x, w)
+
+
 ASKED: dict[str, Run] = {
     "epsilon_again": after(lambda x, w: w.norm(x)),
-    "leaf_again": after(of_planes),
+    "leaf_again": after(of_own_parameter),
 }
 
 

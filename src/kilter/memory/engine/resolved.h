@@ -78,14 +78,16 @@ struct Reading {
   PyObject* tensor;
   PyObject* in_place;  // dict: `Reader.in_place`
   PyObject* small;     // `SmallCopies`
+  PyObject* leaves;    // dict: `Reader._leaves`
   std::vector<py::object> objects;  // Python's, of the nodes that were asked
   std::vector<NodePointer> nodes;
   std::vector<py::object> copied;  // sources that are to read a copy
   py::list given, sources, closed, parameters;
   bool in_backward = false;
 
-  Reading(const Position* at, PyObject* read, PyObject* known, PyObject* copies, size_t count)
-      : position(at), tensor(read), in_place(known), small(copies), objects(count) {
+  Reading(const Position* at, PyObject* read, PyObject* known, PyObject* copies, PyObject* begun,
+          size_t count)
+      : position(at), tensor(read), in_place(known), small(copies), leaves(begun), objects(count) {
     nodes.reserve(count);
   }
 
@@ -174,8 +176,24 @@ struct Reading {
     const auto* node = dynamic_cast<torch::autograd::AccumulateGrad*>(nodes[place.node].get());
     if (node == nullptr) return false;
     const auto leaf = owned(THPVariable_Wrap(node->variable));
-    const auto source = ask(position, attribute(reader, names.leaf_again).ptr(), leaf.ptr());
+    const auto version = version_at_begin(leaf.ptr());
+    const auto source =
+        version ? source_of(leaf, version)
+                : ask(position, attribute(reader, names.leaf_again).ptr(), leaf.ptr());
     return !source.is_none() && use(place, source);
+  }
+
+  // `Reader._unwritten`: the version of a known parameter when the pass began, or nothing. (`use`
+  // compares it with the present one.)
+  py::object version_at_begin(PyObject* leaf) const {
+    if (!ordinary(leaf)) return {};
+    const auto key = owned(PyLong_FromVoidPtr(leaf));
+    PyObject* known = PyDict_GetItemWithError(leaves, key.ptr());
+    if (known == nullptr) return {};
+    const auto storage = attribute(PyTuple_GET_ITEM(known, 0), names.storage_key);
+    if (PyLong_AsVoidPtr(storage.ptr()) != THPVariable_Unpack(leaf).storage().unsafeGetStorageImpl())
+      return {};
+    return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(known, 2));
   }
 
   // `Reader._own`, with what came of it before.
@@ -296,7 +314,8 @@ class ResolvedRecipe {
     if (PyDict_GET_SIZE(touched.ptr())) return py::none();
     const auto in_place = attribute(reader_.ptr(), names.in_place);
     const auto copies = attribute(reader_.ptr(), names.copies);
-    Reading reading(position, tensor, in_place.ptr(), copies.ptr(), nodes_.size());
+    const auto leaves = attribute(reader_.ptr(), names.leaves);
+    Reading reading(position, tensor, in_place.ptr(), copies.ptr(), leaves.ptr(), nodes_.size());
     if (!alike(THPVariable_Unpack(tensor)) || !walk(reading) || !compare(reading)) return py::none();
     for (const Place& place : places_)
       if (!reading.take(place, reader_.ptr())) return py::none();

@@ -64,31 +64,32 @@ class PassOrder:
     def __init__(self) -> None:
         self._last: tuple[int, int] = (0, 0)
         """How the last passes went."""
-        self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
-        """For each two passes in a row: how often a pass with these events has come next, of late;
-        less than 0: its plan was begun with and did not fit."""
+        self._fits: dict[tuple[int, int], dict[int, int]] = {}
+        """For each two passes in a row: how often a pass whose events have this hash has come next,
+        of late; less than 0: its plan was begun with and did not fit."""
         self._since = 0
         """So many passes have ended since the last one that was not the usual one at its place."""
-        self._fits_then: dict[tuple[int, int, int], dict[tuple[int, ...], int]] = {}
+        self._fits_then: dict[tuple[int, int, int], dict[int, int]] = {}
         """The same for places at which another pass than the usual one has come. A place is known
         by the two passes before it and by how long ago an unusual one was (`_since`)."""
 
     def plan(self, plans: Sequence[Ready]) -> Ready | None:
         """The one to begin with; None where each has failed."""
-        best = max(plans, key=lambda plan: self._judged(plan.events), default=None)
-        return None if best is None or self._fit(best.events) < 0 else best
+        best = max(plans, key=lambda plan: self._judged(hash(plan.events)), default=None)
+        return None if best is None or self._fit(hash(best.events)) < 0 else best
 
     def expects(self, plans: Sequence[Ready]) -> bool:
         """One of them is for the pass that begins now, as far as those before tell."""
-        return any(self._fit(plan.events) > 0 for plan in plans)
+        return any(self._fit(hash(plan.events)) > 0 for plan in plans)
 
-    def _fit(self, events: tuple[int, ...]) -> int:
+    def _fit(self, events: int) -> int:
         then, usually = self._judged(events)
         return then or usually
 
-    def _judged(self, events: tuple[int, ...]) -> tuple[int, int]:
-        """How often passes with these events have lately come at the present place, and after the
-        last passes; less than 0: never. One that failed to come once does not count there."""
+    def _judged(self, events: int) -> tuple[int, int]:
+        """How often passes whose events have this hash have lately come at the present place, and
+        after the last passes; less than 0: never. One that failed to come once does not count
+        there."""
         then = self._fits_then.get((*self._last, self._since), {}).get(events, 0)
         usually = self._fits.get(self._last, {}).get(events, 0)
         return 0 if -AGREED < then < 0 else then, usually
@@ -96,45 +97,46 @@ class PassOrder:
     def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
         """A pass that began with a plan had these events; None: others than those of any plan, from
         its event number `event` on."""
-        rare, place = self._is_rare(events), (*self._last, self._since)
-        _count(self._fits, self._last, begun, events)
+        came = None if events is None else hash(events)
+        fits = begun is None or begun.events == events
+        missed = None if begun is None or fits else hash(begun.events)
+        rare, place = self._is_rare(came), (*self._last, self._since)
+        _count(self._fits, self._last, missed, came)
         if rare or place in self._fits_then:
-            _count(self._fits_then, place, begun, events)
+            _count(self._fits_then, place, missed, came)
         self._since = 0 if rare else self._since + 1
-        self._last = self._last[1], event if events is None else hash(events)
+        self._last = self._last[1], event if came is None else came
 
     def pass_unseen(self) -> None:
         """A pass without a plan has ended that was not watched. It is taken for the one that came
         at this place most often."""
         then = self._fits_then.get((*self._last, self._since), {})
         known = {**then, **self._fits.get(self._last, {})}
-        events = max(known, key=self._judged, default=None)
-        if events is not None and self._fit(events) <= 0:
-            events = None
-        self._since = 0 if self._is_rare(events) else self._since + 1
-        self._last = self._last[1], 0 if events is None else hash(events)
+        came = max(known, key=self._judged, default=None)
+        if came is not None and self._fit(came) <= 0:
+            came = None
+        self._since = 0 if self._is_rare(came) else self._since + 1
+        self._last = self._last[1], came or 0
 
-    def _is_rare(self, events: tuple[int, ...] | None) -> bool:
+    def _is_rare(self, came: int | None) -> bool:
         """After such passes as the last ones another pass is usual."""
         known = self._fits.get(self._last, {})
         usual = max(known, key=known.__getitem__, default=None)
-        return usual is not None and known[usual] > 0 and usual != events
+        return usual is not None and known[usual] > 0 and usual != came
 
 
 def _count(
-    fits: dict[Any, dict[tuple[int, ...], int]],
-    place: tuple[int, ...],
-    begun: Ready | None,
-    events: tuple[int, ...] | None,
+    fits: dict[Any, dict[int, int]], place: tuple[int, ...], missed: int | None, came: int | None
 ) -> None:
-    """A pass that began with a plan had these events, at this place."""
+    """At this place a pass came whose events have the hash `came`, where the plan of another one
+    (`missed`) was begun with."""
     if len(fits) == MOST_ORDERS:
         fits.clear()
     known = fits.setdefault(place, {})
-    if begun is not None and begun.events != events:
-        known[begun.events] = known.get(begun.events, 0) - 1
-    if events is not None:
-        known[events] = min(TRUSTED, known.get(events, 0) + 1)
+    if missed is not None:
+        known[missed] = known.get(missed, 0) - 1
+    if came is not None:
+        known[came] = min(TRUSTED, known.get(came, 0) + 1)
 
 
 class Beginning(NamedTuple):

@@ -212,6 +212,8 @@ class Reader:
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """It holds, by identity, parameters that operations read without saving them, their
         counters of versions, and their versions at the beginning of the pass."""
+        self._old_leaves = 0
+        """There were so many when the pass began."""
         self.in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
         """It holds, by identity of a tensor, the sources of this pass that read it without a
         copy."""
@@ -229,10 +231,12 @@ class Reader:
         """A pass begins; the compiled library is used if there is one."""
         self.copies.begin(library)
         self.in_place.clear()
+        leaves = self._leaves
+        if len(leaves) != self._old_leaves:  # others have come, perhaps in the place of some
+            leaves = {key: leaf for key, leaf in leaves.items() if not leaf[0].gone()}
+        self._old_leaves = len(leaves)
         self._leaves = {
-            key: (known, counter, counter._version)
-            for key, (known, counter, _) in self._leaves.items()
-            if not known.gone()
+            key: (known, counter, counter._version) for key, (known, counter, _) in leaves.items()
         }
 
     def read(self, tensor: torch.Tensor) -> Recipe | None:

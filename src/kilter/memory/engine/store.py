@@ -292,6 +292,8 @@ class Store:
         self.use_library()
         within = Pass(stream)
         self.within = weakref.ref(within, lambda _: self.guard(over))
+        if self.counts.alive == 0:
+            self._dependents.clear()
         dependents = {
             leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()
         }
@@ -301,7 +303,9 @@ class Store:
         return within
 
     def use_library(self) -> None:
-        """From here on have the compiled library do what it can, if there is one."""
+        """From here on have the compiled library do what it can, as soon as there is one."""
+        if self.compiled is not None:
+            return
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
             self.compiled.name(

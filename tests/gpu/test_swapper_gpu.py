@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from kilter.memory.engine import Swapper, SwapReport
 from kilter.memory.engine.cuda import Cuda, measure_link
 from kilter.memory.engine.fused import can_normalise, normalised
-from kilter.memory.engine.pass_kinds import CHECK_AFTER
+from kilter.memory.engine.plan_feedback import CHECK_AFTER
 from kilter.memory.plan.problem import Link
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper
-from kilter.memory.engine.pass_kinds import CHECK_AFTER
+from kilter.memory.engine.plan_feedback import CHECK_AFTER
 from kilter.memory.plan.problem import Link
 
 WIDTH, ROWS, LAYERS = 64, 256, 12
@@ -134,11 +134,11 @@ def test_a_plan_that_held_is_made_for_as_much_less_as_is_needed() -> None:
     def corrected(*step: object) -> None:
         if training.swapper.report().planned == CHECK_AFTER // 2:
             for kind in kinds:
-                kind.excesses = 2
+                kind.corrections.excesses = 2
 
     training.optimizer.register_step_post_hook(corrected)
     training.train(18 * CHECK_AFTER)
     (kind,) = kinds
     assert kind.plan is not None
     assert kind.plan.use.peak_bytes <= budget_bytes
-    assert kind.less_bytes <= 1.1 * SAVED_BYTES // 5
+    assert kind.corrections.less_bytes <= 1.1 * SAVED_BYTES // 5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
-from kilter.memory.engine.pass_kinds import LISTEN_EVERY, MAX_ANSWERS
+from kilter.memory.engine.plan_feedback import LISTEN_EVERY, MAX_ANSWERS
 from kilter.memory.plan.problem import Link
 
 LAYERS, WIDTH, ROWS = 24, 16, 64

@@ -246,8 +246,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),
             highest_bytes=self._kinds.highest_bytes,
-            most_bytes=self._kinds.most_bytes,
-            peaks_bytes=tuple(self._kinds.peaks_bytes),
+            most_bytes=self._kinds.peaks.most_bytes,
+            peaks_bytes=tuple(self._kinds.peaks.planned_bytes),
             refused=(*self._kinds.refused, *self._demand.refused.values()),
         )
 
@@ -469,7 +469,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         peak_bytes = self._store.backend.peak_bytes()
         if peak_bytes is not None:
             self._demand.learn(peak_bytes, self.budget_bytes)
-            self._kinds.counted(None, peak_bytes)
+            self._kinds.peaks.counted(None, peak_bytes)
 
     def _end_pass(self) -> None:
         if not self._open:
@@ -502,4 +502,4 @@ class Swapper(AbstractContextManager["Swapper"]):
             return
         self._kinds.watched(record, weighed=watch.after_step)
         self._demand.learn(watch.peak_bytes, self.budget_bytes)
-        self._kinds.counted(None, watch.peak_bytes)
+        self._kinds.peaks.counted(None, watch.peak_bytes)

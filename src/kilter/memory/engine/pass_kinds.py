@@ -21,6 +21,14 @@ from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.other_sizes import structure
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+from kilter.memory.engine.plan_feedback import (
+    LISTEN_EVERY,
+    MAX_ANSWERS,
+    MAX_SHIFTS,
+    Corrections,
+    PassPeaks,
+    PlanChecks,
+)
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.resolved import ResolvedRecipes
 from kilter.memory.engine.store import Store
@@ -41,24 +49,11 @@ MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
 """So many passes under a new plan are measured: their peak, and how long they wait for copies."""
-LISTEN_EVERY = 200
-"""After so many passes without it, waiting is timed again."""
-CHECK_AFTER = 16
-"""After so many passes under a plan that holds it is looked whether it still does: what the program
-keeps beside the passes may have grown. The next time after twice as many, up to `LISTEN_EVERY`."""
 LESS_BESIDE = 1 / 16
 """If passes begin with this share of the budget less in use than when they were watched, they are
 watched anew."""
-MAX_SHIFTS = 2
-"""In so many plans in a row loads may start earlier: if loads are still late then, the link is too
-slow."""
-MAX_ANSWERS = 8
-"""At most so many plans of one kind are made because its passes waited for copies."""
 ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
-MAX_EXCESSES = 4
-"""At most so many plans of one kind are replaced because their measured peak was above the
-budget."""
 MAX_FAILED_CALLS = 2
 """After so many passes of one kind in which a call ran otherwise than planned, no calls are
 recomputed."""
@@ -85,33 +80,14 @@ class PassKind:
     """Its plan was measured otherwise than predicted, and another one is to be made."""
     failed_calls: int = 0
     """So many passes have departed from its plan in a call that was to be recomputed."""
-    excesses: int = 0
-    """So many plans measured above the budget."""
     weighed: bool = False
     """Its levels were measured after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
-    less_bytes: int = 0
-    """So much was taken off the budget because passes under a plan measured more than predicted."""
-    slow: tuple[float, float] = (1.0, 1.0)
-    """How many times as long as by the link's table transfers take, out and back."""
-    shifts: int = 0
-    """In so many plans in a row late loads start earlier than in the plan before."""
-    answers: int = 0
-    """So many plans were made for what passes under the one before had waited for."""
-    unchecked: int = 0
-    """So many passes under its plan have run since it was looked whether that holds."""
-    check_after: int = CHECK_AFTER
+    corrections: Corrections = field(default_factory=Corrections)
+    checks: PlanChecks = field(default_factory=PlanChecks)
 
     def __post_init__(self) -> None:
         self.structure = structure(self.record)
-
-    def begins_under_plan(self) -> bool:
-        """A pass begins. Gives whether it is time to look if the plan still holds."""
-        self.unchecked += 1
-        if self.unchecked < self.check_after:
-            return False
-        self.unchecked, self.check_after = 0, min(2 * self.check_after, LISTEN_EVERY)
-        return True
 
     @property
     def saved_bytes(self) -> int:
@@ -120,7 +96,9 @@ class PassKind:
 
     def may_use(self, budget_bytes: int) -> int:
         """What a plan may count on."""
-        return budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.less_bytes
+        return (
+            budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.corrections.less_bytes
+        )
 
     @property
     def moves(self) -> bool:
@@ -171,12 +149,7 @@ class PassKinds:
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(store.backend)
-        self.peaks_bytes: list[int] = []
-        """The first passes under each plan had these measured peaks, in order of planning."""
-        self.unplanned_peak_bytes = 0
-        """The largest peak of passes without a plan since the newest plan was made."""
-        self.most_bytes = 0
-        """The largest peak of all passes since the budget is in force."""
+        self.peaks = PassPeaks()
         self.waited_s: float | None = None
         """A pass under the plan waited so long for copies, when that was timed last."""
         self.hastened = 0
@@ -226,11 +199,11 @@ class PassKinds:
     def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
         """Passes of this kind have these levels from now on, optimizer state streams in them, and
         they are planned anew; all others are forgotten."""
-        self._by_events = {
-            events: PassKind(record, tried=True, weighed=True, slow=kind.slow)
-            for events, kind in self._by_events.items()
-            if kind.record is record and kind.tried
-        }
+        kind = self._by_events.get(record.events)
+        self._by_events = {}
+        if kind is not None and kind.record is record and kind.tried:
+            corrections = Corrections(slow=kind.corrections.slow)
+            self._add(PassKind(record, tried=True, weighed=True, corrections=corrections))
         record.level_bytes, self._streams = level_bytes, {record.events: state}
         record.begin_bytes = 0  # not known with these
 
@@ -249,9 +222,9 @@ class PassKinds:
         self._tried_before.clear()
         for events, kind in self._by_events.items():
             if calls and kind.tried and not kind.record.segments:
-                self._by_events[events] = PassKind(
-                    kind.record, weighed=True, slow=kind.slow, less_bytes=kind.less_bytes
-                )
+                before = kind.corrections
+                after = Corrections(less_bytes=before.less_bytes, slow=before.slow)
+                self._by_events[events] = PassKind(kind.record, weighed=True, corrections=after)
             elif not calls:
                 kind.record.segments = ()
                 kind.outdated |= kind.plan is not None and (otherwise or bool(kind.plan.segments))
@@ -344,19 +317,19 @@ class PassKinds:
     def highest_bytes(self) -> int:
         """The largest peak of a pass of any kind, as they run now."""
         peaks = [kind.plan.use.peak_bytes for kind in self if kind.plan is not None]
-        return max([self.unplanned_peak_bytes, *peaks])
+        return max([self.peaks.unplanned_bytes, *peaks])
 
     def measures(self, planned: Ready, budget_bytes: int) -> bool:
         """Whether the peak of the pass that begins under this plan is to be measured."""
         if planned.use.tuned < TUNED:
             return True
         kind = self._kind_of(planned)
-        if kind is not None and kind.begins_under_plan():
+        if kind is not None and kind.checks.due():
             self._look_beside(kind, budget_bytes)
             peak_bytes = self._store.backend.peak_so_far_bytes()  # since a pass was measured
             if peak_bytes is None or peak_bytes > budget_bytes:
                 return True
-            kind.excesses = 0  # the plan holds
+            kind.corrections.excesses = 0  # the plan holds
         return False
 
     def _look_beside(self, kind: PassKind, budget_bytes: int) -> None:
@@ -375,23 +348,12 @@ class PassKinds:
         planned.use.tuned += 1
         if peak_bytes is None:
             return
-        self.counted(planned, peak_bytes)
-        self.peaks_bytes.append(peak_bytes)
+        self.peaks.counted(planned, peak_bytes)
+        self.peaks.planned_bytes.append(peak_bytes)
         over_bytes = peak_bytes - budget_bytes
         kind = self._kind_of(planned)
-        if over_bytes > 0 and kind is not None and kind.excesses < MAX_EXCESSES:
-            kind.excesses += 1
-            # More each time, since another plan errs by another amount.
-            kind.less_bytes += kind.excesses * over_bytes
-            kind.outdated = True
-
-    def counted(self, planned: Ready | None, peak_bytes: int) -> None:
-        """Any pass has ended with this peak, which is reported."""
-        self.most_bytes = max(self.most_bytes, peak_bytes)
-        if planned is None:
-            self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
-        else:
-            planned.use.peak_bytes = max(planned.use.peak_bytes, peak_bytes)
+        if over_bytes > 0 and kind is not None:
+            kind.outdated |= kind.corrections.exceeded(over_bytes)
 
     def call_failed(self, planned: Ready) -> None:
         """In a pass under this plan a call ran otherwise than when it was tried."""
@@ -408,7 +370,7 @@ class PassKinds:
 
     def outdate(self) -> None:
         """The budget is another: every plan is made anew, and earlier peaks do not count."""
-        self.unplanned_peak_bytes = self.most_bytes = 0
+        self.peaks.unplanned_bytes = self.peaks.most_bytes = 0
         for kind in self:
             kind.outdated = kind.plan is not None
             kind.hopeless = False
@@ -432,7 +394,7 @@ class PassKinds:
         use.quiet = LISTEN_EVERY
         self.waited_s = found.total_s
         kind = self._kind_of(planned)
-        if kind is None or kind.outdated or kind.answers == MAX_ANSWERS:
+        if kind is None or kind.outdated or kind.corrections.answers == MAX_ANSWERS:
             return
         problem, value = planned.problem, planned.value
         predicted = expected(problem, value.schedule)
@@ -441,16 +403,15 @@ class PassKinds:
         limit_s = NOTICED * max(value.iteration_s, took_s)
         if found.total_s - predicted.total_s <= limit_s:
             return
-        kind.answers += 1
-        late = found.beyond(predicted)
-        if late.out_s <= limit_s and kind.shifts < MAX_SHIFTS and self._hasten(kind, late):
-            kind.shifts += 1
+        corrections, late = kind.corrections, found.beyond(predicted)
+        corrections.answers += 1
+        may_shift = late.out_s <= limit_s and corrections.shifts < MAX_SHIFTS
+        if may_shift and self._hasten(kind, late):
+            corrections.shifts += 1
             return
-        kind.shifts = 0
-        out, back = slowness(problem, value.schedule, late)
-        kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
+        corrections.slower(*slowness(problem, value.schedule, late))
         kind.outdated = True
-        self.refused[messages.slower_link(*kind.slow)] = None
+        self.refused[messages.slower_link(*corrections.slow)] = None
 
     def _hasten(self, kind: PassKind, late: Waiting) -> bool:
         """The same plan with late loads earlier; `False` if there is no memory for it."""
@@ -493,12 +454,12 @@ class PassKinds:
             except (PlanError, HostMemoryError) as error:
                 self.refused[messages.of_error(error)] = None
                 continue
-            self.unplanned_peak_bytes = 0
+            self.peaks.unplanned_bytes = 0
             return
         kind.hopeless = kind.plan is None
 
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
-        out, back = kind.slow
+        out, back = kind.corrections.slow
         terms = self._terms
         link = slower(terms.link, out=out, back=back)
         make_problem = partial(

@@ -105,7 +105,7 @@ class PassUnderPlan:
         if self.measured:
             before_bytes = self._backend.peak_bytes()  # from here on
             if plan is not None and plan.use.tuned >= TUNED and before_bytes is not None:
-                self._kinds.counted(plan, before_bytes)  # since it was measured last
+                self._kinds.peaks.counted(plan, before_bytes)  # since it was measured last
         if plan is not None:
             if self._backend.shows_waits and self._kinds.listens(plan):
                 self._store.waits = Waits(self._backend)
@@ -137,7 +137,7 @@ class PassUnderPlan:
         if self.measured:
             held_bytes = counts.held_peak_bytes = store.counts.held_peak_bytes
             if self._backend.used_bytes() is None:  # only the engine's own count is to be had
-                self._kinds.counted(plan, held_bytes)
+                self._kinds.peaks.counted(plan, held_bytes)
         if plan is None:
             return None
         if self.at.event < len(plan.events):
@@ -306,7 +306,7 @@ class PassUnderPlan:
         self.counts.deviations += 1
         peak_bytes = self._backend.peak_bytes()  # from here on
         if self.measured and peak_bytes is not None:
-            self._kinds.counted(plan, peak_bytes)
+            self._kinds.peaks.counted(plan, peak_bytes)
         event = min(self.at.event, len(plan.events) - 1)
         self._store.counts.beside_bytes = plan.beside_bytes[event]
 

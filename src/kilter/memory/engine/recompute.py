@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
+from kilter.memory.engine.leaves import Leaves
 from kilter.memory.engine.operation_graph import (
     HeldSource,
     Operator,
@@ -209,11 +209,7 @@ class Reader:
         """It notes what the present builder looks at."""
         self.copies = SmallCopies()
         """They are of the small parameters that recipes read, valid for one pass."""
-        self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
-        """It holds, by identity, parameters that operations read without saving them, their
-        counters of versions, and their versions at the beginning of the pass."""
-        self._old_leaves = 0
-        """There were so many when the pass began."""
+        self.leaves = Leaves()
         self.in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
         """It holds, by identity of a tensor, the sources of this pass that read it without a
         copy."""
@@ -231,13 +227,7 @@ class Reader:
         """A pass begins; the compiled library is used if there is one."""
         self.copies.begin(library)
         self.in_place.clear()
-        leaves = self._leaves
-        if len(leaves) != self._old_leaves:  # others have come, perhaps in the place of some
-            leaves = {key: leaf for key, leaf in leaves.items() if not leaf[0].gone()}
-        self._old_leaves = len(leaves)
-        self._leaves = {
-            key: (known, counter, counter._version) for key, (known, counter, _) in leaves.items()
-        }
+        self.leaves.begin()
 
     def read(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the whole storage behind `tensor`, or None if there is none. The small
@@ -429,16 +419,10 @@ class Reader:
         return self._source(held)
 
     def _unwritten(self, parameter: torch.Tensor) -> HeldSource:
-        """Its version when the operation read it is not known, so the pass must not have changed
-        it at all."""
-        version = parameter._version
-        found = self._leaves.get(id(parameter))
-        if found is None or not found[0](parameter):
-            counter = version_counter(parameter)
-            self._leaves[id(parameter)] = Known(parameter), counter, version
-        elif found[2] != version:
+        held = self.leaves.unwritten(parameter)
+        if held is None:
             raise Foreign("the program has written to a parameter in this pass")
-        return HeldSource(parameter, version)
+        return held
 
     def _made(self, node: Any, output: int = 0) -> Slot | None:
         operation = OPERATIONS.get(node.name())

@@ -78,7 +78,7 @@ struct Reading {
   PyObject* tensor;
   PyObject* in_place;  // dict: `Reader.in_place`
   PyObject* small;     // `SmallCopies`
-  PyObject* leaves;    // dict: `Reader._leaves`
+  PyObject* leaves;    // dict: `Leaves.known`
   std::vector<py::object> objects;  // Python's, of the nodes that were asked
   std::vector<NodePointer> nodes;
   std::vector<py::object> copied;  // sources that are to read a copy
@@ -183,7 +183,7 @@ struct Reading {
     return !source.is_none() && use(place, source);
   }
 
-  // `Reader._unwritten`: the version of a known parameter when the pass began, or nothing. (`use`
+  // `Leaves.unwritten`: the version of a known parameter when the pass began, or nothing. (`use`
   // compares it with the present one.)
   py::object version_at_begin(PyObject* leaf) const {
     if (!ordinary(leaf)) return {};
@@ -314,7 +314,7 @@ class ResolvedRecipe {
     if (PyDict_GET_SIZE(touched.ptr())) return py::none();
     const auto in_place = attribute(reader_.ptr(), names.in_place);
     const auto copies = attribute(reader_.ptr(), names.copies);
-    const auto leaves = attribute(reader_.ptr(), names.leaves);
+    const auto leaves = attribute(attribute(reader_.ptr(), names.leaves).ptr(), names.known);
     Reading reading(position, tensor, in_place.ptr(), copies.ptr(), leaves.ptr(), nodes_.size());
     if (!alike(THPVariable_Unpack(tensor)) || !walk(reading) || !compare(reading)) return py::none();
     for (const Place& place : places_)

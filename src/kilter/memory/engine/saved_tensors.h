@@ -36,7 +36,7 @@ struct Names {
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
       *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *recompute,
       *recomputed, *out_bytes, *in_bytes, *data, *in_place, *leaf_again, *epsilon_again, *copies,
-      *copies_made, *wanted, *own, *unpack_hook, *call_with_room, *leaves, *storage_key;
+      *copies_made, *wanted, *own, *unpack_hook, *call_with_room, *leaves, *known, *storage_key;
 };
 Names names;
 
@@ -96,7 +96,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes"),
            text("data"), text("in_place"), text("leaf_again"), text("epsilon_again"),
            text("copies"), text("_copies"), text("_wanted"), text("own"), text("unpack_hook"),
-           text("call_with_room"), text("_leaves"), text("_storage_key")};
+           text("call_with_room"), text("leaves"), text("known"), text("_storage_key")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };

@@ -98,6 +98,9 @@ class Backend(Protocol):
     def mark(self) -> CopyEvent:
         """This moment on the device's timeline."""
 
+    def reached(self, mark: CopyEvent) -> bool:
+        """The device has come to this mark. Waits for nothing."""
+
     def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         """Device time between two marks; may wait for them."""
 
@@ -219,6 +222,9 @@ class CpuStandIn:
 
     def mark(self) -> CopyEvent:
         return time.perf_counter()
+
+    def reached(self, mark: CopyEvent) -> bool:
+        return True
 
     def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         return float(end - begin)

@@ -273,6 +273,9 @@ class Cuda:
         event.record()
         return event
 
+    def reached(self, mark: CopyEvent) -> bool:
+        return bool(mark.query())
+
     def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         begin.synchronize()  # it may be of another stream
         end.synchronize()

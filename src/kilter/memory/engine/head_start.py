@@ -2,20 +2,18 @@
 
 The host is slow then, and where the device has to wait for it, the wait would count as time of an
 operation. So the device pauses before it has caught up: what is issued during a pause runs back to
-back after it. That takes about as long as the host needs for the pass, however many events it has.
+back after it. That takes about as long as the host needs for the pass, or as the device does for
+what is tried in it, whichever is more.
 """
 
 from __future__ import annotations
 
-import time
-
-from kilter.memory.engine.backend import Backend
+from kilter.memory.engine.backend import Backend, CopyEvent
 
 PAUSE_S = 1e-2
-"""The device pauses so long at a time."""
-SPARE_S = 3e-3
-"""It pauses again if it might have caught up before the host has issued so much more. Pauses are
-counted in cycles (`Cuda.keep_busy`): a card with a faster clock than assumed has less to spare."""
+"""The device pauses so long at a time. It pauses again once it has come to the middle of the last
+pause; the host has the other half to issue something more. Pauses are counted in cycles
+(`Cuda.keep_busy`): a card with a faster clock than assumed has less to spare."""
 
 
 class HeadStart:
@@ -23,12 +21,12 @@ class HeadStart:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._paused_until_s = 0.0
-        """The device has not come further than its last pause before this time."""
+        self._middle: CopyEvent = None
+        """Of the last pause; None: there was none."""
 
     def renew(self) -> None:
         """To be called where a pause counts as time of no operation."""
-        now_s = time.perf_counter()
-        if now_s > self._paused_until_s - SPARE_S:
-            self._backend.keep_busy(PAUSE_S)
-            self._paused_until_s = now_s + PAUSE_S
+        if self._middle is None or self._backend.reached(self._middle):
+            self._backend.keep_busy(PAUSE_S / 2)
+            self._middle = self._backend.mark()
+            self._backend.keep_busy(PAUSE_S / 2)

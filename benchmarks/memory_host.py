@@ -10,9 +10,10 @@ peak, also by plans that count the host's time for each tensor (`75%+host`). Wha
 medians of iterations that wait for the device before they begin and after their end (milliseconds
 until forward and until backward have been issued, and in all); an iteration in a loop that runs on;
 the allocated peak; how long kernels take and how long the computing stream is idle in gaps above
-20 us, while iterations run on (PyTorch's profiler); and what the plan was. A host that others use
-scatters by a third: compare what one run prints, and repeat it. Without a GPU it runs tiny models
-on the stand-in, which only tests this script.
+20 us, of that where the host had not launched what comes next, while iterations run on (PyTorch's
+profiler); and what the plan was. A host that others use scatters by a third: compare what one run
+prints, and repeat it. Without a GPU it runs tiny models on the stand-in, which only tests this
+script.
 """
 
 from __future__ import annotations
@@ -104,9 +105,21 @@ def run_on(training: Training, iterations: int) -> float:
     return (time.perf_counter() - begin_s) / iterations
 
 
+class Work(NamedTuple):
+    """What the device does at one time, on one stream."""
+
+    begin_ns: int
+    end_ns: int
+    stream: int
+    launch: int
+    """The host's call that has issued it has this number."""
+
+
 def on_the_device(training: Training, iterations: int) -> str:
     """What the computing stream does in iterations that run on: milliseconds of each with work, and
-    idle in gaps above 20 us. The first iteration, which starts the profiler, does not count."""
+    idle in gaps above 20 us. Where what ends a gap was launched within it, the host was late; else
+    the stream waited for something, as for a copy. The first iteration, which starts the profiler,
+    does not count."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -114,22 +127,30 @@ def on_the_device(training: Training, iterations: int) -> str:
             training.step()
         wait()
     assert profiled.profiler is not None
-    events = [
-        (event.device_resource_id(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiled.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
+    works: list[Work] = []
+    launched_ns: dict[int, int] = {}
+    for event in profiled.profiler.kineto_results.events():
+        begin_ns, end_ns = event.start_ns(), event.start_ns() + event.duration_ns()
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            works.append(Work(begin_ns, end_ns, event.device_resource_id(), event.correlation_id()))
+        elif event.name().startswith("cu"):
+            launched_ns[event.correlation_id()] = end_ns
     on_streams = Counter[int]()
-    for stream, begin_ns, end_ns in events:
-        on_streams[stream] += end_ns - begin_ns
+    for work in works:
+        on_streams[work.stream] += work.end_ns - work.begin_ns
     ((computing, _),) = on_streams.most_common(1)
-    spans = sorted((begin_ns, end_ns) for stream, begin_ns, end_ns in events if stream == computing)
-    worked_ns = sum(end_ns - begin_ns for begin_ns, end_ns in spans)
-    from_ns = spans[0][0] + (spans[-1][1] - spans[0][0]) // (iterations + 1)
-    gaps_ns = [after[0] - before[1] for before, after in pairwise(spans) if before[0] >= from_ns]
-    idle_ns = sum(gap_ns for gap_ns in gaps_ns if gap_ns > GAP_NS)
-    kernels_ms, idle_ms = worked_ns / (iterations + 1) / 1e6, idle_ns / iterations / 1e6
-    return f"kernels {kernels_ms:6.1f}, idle {idle_ms:6.1f} ms"
+    spans = sorted(work for work in works if work.stream == computing)
+    worked_ns = sum(work.end_ns - work.begin_ns for work in spans)
+    from_ns = spans[0].begin_ns + (spans[-1].begin_ns - spans[0].begin_ns) // (iterations + 1)
+    gaps = [
+        (after.begin_ns - before.end_ns, launched_ns.get(after.launch, 0) > before.end_ns)
+        for before, after in pairwise(spans)
+        if before.begin_ns >= from_ns and after.begin_ns - before.end_ns > GAP_NS
+    ]
+    idle_ms = sum(gap_ns for gap_ns, _ in gaps) / iterations / 1e6
+    late_ms = sum(gap_ns for gap_ns, late in gaps if late) / iterations / 1e6
+    kernels_ms = worked_ns / (iterations + 1) / 1e6
+    return f"kernels {kernels_ms:6.1f}, idle {idle_ms:6.1f} ms (host late {late_ms:.1f})"
 
 
 class Arm(NamedTuple):

@@ -24,6 +24,8 @@ import gc
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,8 +63,8 @@ class Training:
         torch.manual_seed(0)
         with DEVICE:
             model = model_of(job, not CUDA, checkpoint)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        self._loss_of = losses_of(job, model, job.batch if CUDA else SMALL_BATCH, DEVICE)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        self.loss_of = losses_of(job, model, job.batch if CUDA else SMALL_BATCH, DEVICE)
 
     def iteration(self) -> tuple[float, float, float]:
         """Seconds until forward, then backward, was issued, and in all."""
@@ -75,12 +77,12 @@ class Training:
     def step(self) -> tuple[float, float]:
         """One iteration that waits for nothing: when forward, then backward, was issued."""
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
-            loss = self._loss_of()
+            loss = self.loss_of()
         forward_s = time.perf_counter()
         loss.backward()
         backward_s = time.perf_counter()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return forward_s, backward_s
 
 
@@ -175,6 +177,11 @@ class Arm(NamedTuple):
         known = self.kind in ("calls", "operations") or (share != self.kind and share.isdecimal())
         return known and self.more in ("", "host")
 
+    @property
+    def bare(self) -> bool:
+        """Without kilter."""
+        return self.name in ("plain", "checkpointing")
+
     def budget_bytes(self, peaks: dict[str, int]) -> int:
         """By what the arms before have taken."""
         if self.more == "hooks":
@@ -184,24 +191,37 @@ class Arm(NamedTuple):
         return peaks["checkpointing"] // MIB * MIB
 
 
+def swapper_of(arm: Arm, peaks: dict[str, int], backend: Callable[[], Any], link: Link) -> Swapper:
+    """The engine for an arm; `peaks` are those of arms before, in bytes."""
+    calls = arm.kind == "calls"
+    return Swapper(
+        backend(),
+        budget_bytes=UNLIMITED_BYTES if arm.bare else arm.budget_bytes(peaks),
+        link=link,
+        segments=calls,
+        alone_s=HOST_EACH_S if calls or arm.more == "host" else 0.0,
+    )
+
+
+def backend_of() -> tuple[Callable[[], Any], Link]:
+    """The GPU, or the stand-in, and its link."""
+    if CUDA:
+        return partial(Cuda.open, 0), measure_link(Cuda.open(0))
+    return CpuStandIn, Link(
+        to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9
+    )
+
+
 def compare(name: str, arms: list[Arm], iterations: int, backend: Any, link: Link) -> None:
     peaks: dict[str, int] = {}
     for arm in arms:
-        bare = arm.name in ("plain", "checkpointing")
-        calls = arm.kind == "calls"
         training = Training(name, checkpoint=arm.kind == "checkpointing")
-        governed = Swapper(
-            backend(),
-            budget_bytes=UNLIMITED_BYTES if bare else arm.budget_bytes(peaks),
-            link=link,
-            segments=calls,
-            alone_s=HOST_EACH_S if calls or arm.more == "host" else 0.0,
-        )
-        with contextlib.nullcontext() if bare else governed:
-            times_s, peak_bytes = measure(training, 4 if bare else SETTLING, iterations)
+        governed = swapper_of(arm, peaks, backend, link)
+        with contextlib.nullcontext() if arm.bare else governed:
+            times_s, peak_bytes = measure(training, 4 if arm.bare else SETTLING, iterations)
             running_s = run_on(training, iterations)
             device = on_the_device(training, 3) if CUDA else ""
-        if bare:
+        if arm.bare:
             peaks[arm.name] = peak_bytes
         forward, backward, waiting = (f"{1e3 * time_s:6.1f}" for time_s in times_s)
         plans = [
@@ -244,12 +264,9 @@ def main() -> None:
             parser.error(
                 f"the budget of {arms[begin.index(True)].name} comes from {needed}: name it before"
             )
-    if CUDA:
-        link = measure_link(Cuda.open(0))
-    else:
-        link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    backend, link = backend_of()
     for name in names:
-        compare(name, arms, args.iterations, (lambda: Cuda.open(0)) if CUDA else CpuStandIn, link)
+        compare(name, arms, args.iterations, backend, link)
 
 
 if __name__ == "__main__":

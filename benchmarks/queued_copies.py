@@ -105,12 +105,11 @@ def main() -> None:
             torch.cuda.synchronize()
             begin_s = time.perf_counter()
             copies.queue(way, piece_mib * 2**20)
-            queued_s = time.perf_counter()
+            queued_us = 1e6 * (time.perf_counter() - begin_s)
             torch.cuda.synchronize()
-            print(
-                f"{way:5} in pieces of {piece_mib:3} MiB: queued in {1e6 * (queued_s - begin_s):8.0f}"
-                f" us, done in {1e6 * (time.perf_counter() - begin_s):8.0f} us"
-            )
+            done_us = 1e6 * (time.perf_counter() - begin_s)
+            row = f"queued in {queued_us:8.0f} us, done in {done_us:8.0f} us"
+            print(f"{way:5} pieces of {piece_mib:3} MiB: {row}")
     for name, work in works().items():
         for _ in range(2):  # what it needs is loaded
             work()

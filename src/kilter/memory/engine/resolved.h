@@ -85,9 +85,9 @@ struct Reading {
   py::list given, sources, closed, parameters;
   bool in_backward = false;
 
-  Reading(const Position* at, PyObject* read, PyObject* known, PyObject* copies, PyObject* begun,
+  Reading(const Position* at, PyObject* read, PyObject* known, PyObject* copies, PyObject* unwritten,
           size_t count)
-      : position(at), tensor(read), in_place(known), small(copies), leaves(begun), objects(count) {
+      : position(at), tensor(read), in_place(known), small(copies), leaves(unwritten), objects(count) {
     nodes.reserve(count);
   }
 

@@ -26,7 +26,7 @@ from kilter.memory.engine.pass_record import use_code  # noqa: E402
 from kilter.memory.engine.pass_under_plan import DueMoves  # noqa: E402
 from kilter.memory.engine.position import NO_STEPS, StepKind  # noqa: E402
 from kilter.memory.engine.ready import NOTHING_DUE, Due, ReadyStep, packed_steps  # noqa: E402
-from kilter.memory.engine.recompute import Recipe  # noqa: E402
+from kilter.memory.engine.recompute import WRITTEN, Recipe  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
@@ -506,6 +506,12 @@ def test_in_a_backward_that_retains_its_graph_python_lends_it(both: tuple[Any, A
 COUNTS = ("alive", "held_bytes", "held_peak_bytes", "segment_peak_bytes")
 
 
+def nodes_of(tensor: Tensor) -> list[Any]:
+    """Those that made the tensor, and what it is a view of."""
+    made = [one.grad_fn for one in (tensor, tensor._base) if one is not None]
+    return [node for node in made if node is not None]
+
+
 def taken_over(
     engine: Any, tensor: Tensor, *, called: bool = False, read: bool = False, version: int = 0
 ) -> tuple[Any, Any, Any, Any, list[int]]:
@@ -516,8 +522,9 @@ def taken_over(
     size_bytes, key = taken
     call = SimpleNamespace(members=[]) if called else None
     store = engine._store
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata.pop(OUTPUT, None)
+    for node in nodes_of(tensor):
+        node.metadata.pop(OUTPUT, None)
+        node.metadata.pop(WRITTEN, None)
     if store.compiled is None:
         within = store.begin()
         saved = store.save(tensor, size_bytes, key, within, 0)
@@ -525,7 +532,9 @@ def taken_over(
             call.members.append(saved.itself)
             saved.recipe = call
         view = store.view(saved, tensor)
-        if read and tensor._version == version:
+        if tensor._version != version:
+            store.mark_written(tensor)
+        elif read:
             store.mark(view, tensor)
     else:
         walk = Walk(
@@ -566,7 +575,9 @@ def test_a_tensor_is_taken_over_as_python_does(
         if noted is not None:
             assert noted[0] is saved.itself
             noted = described(noted[1], tensor)
-        answers.append((alike, described(view, tensor), noted, counts))
+        written = [WRITTEN in node.metadata for node in nodes_of(tensor)]
+        assert len(set(written)) <= 1
+        answers.append((alike, described(view, tensor), noted, written, counts))
     assert answers[0] == answers[1]
 
 

@@ -188,11 +188,13 @@ class PassUnderPlan:
         if called:
             self.segments.saved(saved)
         view = store.view(saved, tensor)
-        if tensor._version == version:  # else it is not what its node has made
-            if read:
-                store.mark(view, tensor)
-            if recomputed:
-                saved.recipe = self._reader.read(tensor)
+        if tensor._version != version:  # it is not what its node has made
+            store.mark_written(tensor)
+            return view
+        if read:
+            store.mark(view, tensor)
+        if recomputed:
+            saved.recipe = self._reader.read(tensor)
         return view
 
     def _read(self, tensor: torch.Tensor) -> Recipe | None:

@@ -111,6 +111,17 @@ void mark(PyObject* view, PyObject* saved, PyObject* object) {
   put(saved, slots.cast, is_cast_of_parameter(nullptr, object));
 }
 
+// `Store.mark_written`.
+void mark_written(PyObject* object) {
+  const auto base = base_of(THPVariable_Unpack(object));
+  for (PyObject* made : {object, base.ptr()}) {
+    const auto node = made == nullptr ? py::object(py::none()) : attribute(made, names.grad_fn);
+    if (!node.is_none() &&
+        PyObject_SetItem(attribute(node.ptr(), names.metadata).ptr(), names.written, Py_True))
+      throw python_error();
+  }
+}
+
 // What autograd is given for a tensor on a saved storage.
 py::object view_on(PyObject* saved, PyObject* tensor) {
   PyObject* asked[] = {saved, slot(saved, slots.alias), slot(saved, slots.plain), tensor};
@@ -169,6 +180,7 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
     }
   }
   auto given = view_on(saved, object);
+  if (!as_tried) mark_written(object);
   if (step.read && as_tried) mark(given.ptr(), saved, object);
   if (!recipe.is_none()) put(saved, slots.recipe, recipe.release().ptr());
   return given;

@@ -89,7 +89,7 @@ class Memory(Protocol):
         tensor (None: a `HeldSource`); None if the node saved nothing there. May raise `Foreign`."""
 
     def produced_by(self, node: Any) -> tuple[Read, Recomputable] | None:
-        """A node's output, if some operation saved it."""
+        """A node's output, if some operation saved it. May raise `Foreign`."""
 
     def epsilon(self, node: Any, weight: Read | None) -> float | None:
         """Of a layer norm with this weight: its node does not keep it."""
@@ -99,6 +99,10 @@ class Memory(Protocol):
 
     def was_touched(self, tensor: torch.Tensor) -> bool:
         """It may have been written to in this pass without a trace."""
+
+
+WRITTEN = "kilter.written"
+"""A node whose metadata has this key would make another output again than there is now."""
 
 
 class Foreign(Exception):
@@ -428,6 +432,8 @@ class Reader:
         operation = OPERATIONS.get(node.name())
         if operation is None or (output and not operation.many):
             return None
+        if WRITTEN in _real(node).metadata:
+            raise Foreign("the program has written to what an operation has made")
         like = node._input_metadata[output]  # what comes into it in backward is what it gave
         deeper = VIEW_DEPTH if operation.kind == "view" else 1.0
         self._depth += deeper

@@ -30,7 +30,7 @@ constexpr long long kResident = 0, kPrefetching = 1, kEvicted = 2;  // of store.
 // Of Python; never freed.
 struct Names {
   PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *source,
-      *calls, *leaf, *output;
+      *calls, *leaf, *output, *written;
   PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
@@ -79,14 +79,16 @@ long long number_in(PyObject* saved, Py_ssize_t offset) {
 
 void name(const py::object& itself, const py::object& saved, const py::object& view,
           const py::object& transfer, const py::object& recipe, const py::object& source,
-          const py::object& calls, const py::object& leaf, const py::object& output) {
+          const py::object& calls, const py::object& leaf, const py::object& output,
+          const py::object& written) {
   const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
   const auto text = PyUnicode_InternFromString;
   const auto torch = py::module_::import("torch");
   const auto modes = py::module_::import("torch.autograd.forward_ad").attr("__dict__");
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
            own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(transfer),
-           own(recipe), own(source), own(calls), own(leaf), own(output), text("_current_level"), text("dtype"), text("attributes"),
+           own(recipe), own(source), own(calls), own(leaf), own(output), own(written),
+           text("_current_level"), text("dtype"), text("attributes"),
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),

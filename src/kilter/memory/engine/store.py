@@ -31,7 +31,7 @@ from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.norms import ProgramNorms
 from kilter.memory.engine.operation_graph import HeldSource, OperatorCalls
 from kilter.memory.engine.quiet import uncast, ungraded
-from kilter.memory.engine.recompute import Foreign, Read, Recipe, root_of
+from kilter.memory.engine.recompute import WRITTEN, Foreign, Read, Recipe, root_of
 from kilter.memory.engine.saved_bytes import SavedBytes
 from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
@@ -309,7 +309,8 @@ class Store:
         self.compiled = compiled_recorder.library()
         if self.compiled is not None:
             self.compiled.name(
-                *(Itself, Saved, View, Transfer, Recipe, HeldSource, OperatorCalls, LEAF, OUTPUT)
+                *(Itself, Saved, View, Transfer, Recipe, HeldSource, OperatorCalls, LEAF),
+                *(OUTPUT, WRITTEN),
             )
             self.backend.use_library(self.compiled)
 
@@ -647,13 +648,24 @@ class Store:
         cast = self.compiled and self.compiled.is_cast_of_parameter(tensor)
         view.saved.cast = _is_cast_of_parameter(tensor) if cast is None else cast
 
+    def mark_written(self, tensor: torch.Tensor) -> None:
+        """Note at the node that produced the tensor that the program has written to it since, so
+        that nothing is recomputed from what the node would make again."""
+        for made in (tensor, tensor._base):
+            node = None if made is None else made.grad_fn
+            if node is not None:
+                node.metadata[WRITTEN] = True
+
     def produced_by(self, node: Any) -> tuple[Read, Saved] | None:
-        """A node's output, if an operation saved it and it was not written to since."""
+        """A node's output, if an operation saved it. `Foreign` where the program has written to
+        it."""
         found = node.metadata.get(OUTPUT)
         saved = None if found is None else found[0]()
         if saved is None or saved.within is not self.within():
             return None
-        return (View(saved, *found[1]), saved) if saved.unchanged else None
+        if not saved.unchanged:
+            raise Foreign("the program has written to what an operation has made")
+        return View(saved, *found[1]), saved
 
     def epsilon(self, node: Any, weight: Read | None) -> float | None:
         """The epsilon of a layer norm, from the module that has this weight."""

@@ -270,10 +270,33 @@ def test_one_job_in_the_main_thread(served, way):
         assert "inside backward" in seen["window_why_not"]
 
 
+TURNS = """
+barrier, data = threading.Barrier(2), Job.data
+def together(job):
+    try:
+        barrier.wait(60)
+    except threading.BrokenBarrierError:
+        pass
+    return data(job)
+Job.data = together
+def first_beside():
+    thread = threading.Thread(target=lambda: (jobs[1](), barrier.abort()))
+    thread.start()
+    jobs[0]()
+    barrier.abort()
+    thread.join()
+first_beside()
+"""
+"""The first job in the main thread, each of its iterations beside one of the other's."""
+
+
 @pytest.mark.parametrize("where", [name for name in THREADS if "thread" in name])
 @pytest.mark.parametrize("way", ["plain", "an optimizer for each parameter, in backward"])
 def test_jobs_in_threads(served, way, where):
-    seen = compare(served, program([way, "plain"], where))
+    text = program([way, "plain"], where)
+    if "beside" in where:
+        text = text.replace(THREADS[where].strip(), TURNS.strip())
+    seen = compare(served, text)
     assert seen["window"] == "failed"
     assert "another thread" in seen["window_why_not"]
 

@@ -28,8 +28,17 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from memory_host import CUDA, DEVICE, SETTLING, Arm, Training, backend_of, measure, swapper_of, wait
-from memory_libraries import JOBS
+from memory_host import (
+    CUDA,
+    DEVICE,
+    SETTLING,
+    Training,
+    backend_of,
+    chosen,
+    measure,
+    swapper_of,
+    wait,
+)
 
 EVERY_US = 500
 PHASES = {1: "forward", 2: "backward", 3: "optimizer"}
@@ -180,11 +189,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--settling", type=int, default=SETTLING, help="iterations before them")
     args = parser.parse_args()
-    names, arms = args.models.split(","), [Arm.of(name) for name in args.arms.split(",")]
-    if unknown := set(names) - set(JOBS):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
-    if wrong := [arm.name for arm in arms if not arm.valid]:
-        parser.error(f"no such arm: {', '.join(wrong)}; see --help of memory_host.py")
+    names, arms = chosen(parser, args.models, args.arms)
     args.out.mkdir(parents=True, exist_ok=True)
     backend, link = backend_of()
     with tempfile.TemporaryDirectory() as folder:

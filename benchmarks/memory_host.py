@@ -241,19 +241,13 @@ def compare(name: str, arms: list[Arm], iterations: int, backend: Any, link: Lin
             torch.cuda.empty_cache()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default="opt,qwen3,bert")
-    parser.add_argument("--arms", default=ARMS, help="in this order: the first ones are budgets")
-    parser.add_argument("--iterations", type=int, default=10, help="that count, of each kind")
-    args = parser.parse_args()
-    names, arms = args.models.split(","), [Arm.of(name) for name in args.arms.split(",")]
+def chosen(parser: argparse.ArgumentParser, models: str, named: str) -> tuple[list[str], list[Arm]]:
+    """The models and arms of a command line, or an error that says what is wrong with them."""
+    names, arms = models.split(","), [Arm.of(name) for name in named.split(",")]
     if unknown := set(names) - set(JOBS):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
     if wrong := [arm.name for arm in arms if not arm.valid]:
-        parser.error(f"no such arm: {', '.join(wrong)}; see --help")
+        parser.error(f"no such arm: {', '.join(wrong)}; see --help of memory_host.py")
     for arm, needed in (
         ("%", "plain"),
         ("calls", "checkpointing"),
@@ -264,6 +258,18 @@ def main() -> None:
             parser.error(
                 f"the budget of {arms[begin.index(True)].name} comes from {needed}: name it before"
             )
+    return names, arms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default="opt,qwen3,bert")
+    parser.add_argument("--arms", default=ARMS, help="in this order: the first ones are budgets")
+    parser.add_argument("--iterations", type=int, default=10, help="that count, of each kind")
+    args = parser.parse_args()
+    names, arms = chosen(parser, args.models, args.arms)
     backend, link = backend_of()
     for name in names:
         compare(name, arms, args.iterations, backend, link)

@@ -180,8 +180,10 @@ py::object take_over(Position* self, const PlannedStep step, PyObject* object, P
     }
   }
   auto given = view_on(saved, object);
-  if (!as_tried) mark_written(object);
-  if (step.read && as_tried) mark(given.ptr(), saved, object);
+  if (!as_tried)
+    mark_written(object);
+  else if (step.read)
+    mark(given.ptr(), saved, object);
   if (!recipe.is_none()) put(saved, slots.recipe, recipe.release().ptr());
   return given;
 }

@@ -292,7 +292,7 @@ class Store:
         self.use_library()
         within = Pass(stream)
         self.within = weakref.ref(within, lambda _: self.guard(over))
-        if self.counts.alive == 0:
+        if self.counts.alive == 0:  # nearly always: there is nothing to look for
             self._dependents.clear()
         dependents = {
             leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()

@@ -114,9 +114,9 @@ class Passes:
         hooks = TensorHooks(
             self.store, torch.device("cpu"), MIN_BYTES, save, self.store.hand_out, None
         )
-        self.store.unpack_hook = hooks._unpack
+        self.store.unpack_hooks = (hooks._unpack,)
         zero = self.weights.words.weight.sum() * 0
-        with torch.autograd.graph.saved_tensors_hooks(hooks._pack, self.store.unpack_hook):
+        with torch.autograd.graph.saved_tensors_hooks(hooks._pack, *self.store.unpack_hooks):
             result = body((self.input.requires_grad_() + zero).sin(), self.weights)
         self.alive.append(result)
         del before

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from kilter.memory.engine import Swapper, recording  # noqa: E402
+from kilter.memory.engine import CpuStandIn, Swapper, recording  # noqa: E402
 from kilter.memory.engine.modified import Modified  # noqa: E402
 from kilter.memory.engine.operation_graph import HeldSource  # noqa: E402
 from kilter.memory.engine.pass_record import use_code  # noqa: E402
@@ -28,6 +28,7 @@ from kilter.memory.engine.position import NO_STEPS, StepKind  # noqa: E402
 from kilter.memory.engine.ready import NOTHING_DUE, Due, ReadyStep, packed_steps  # noqa: E402
 from kilter.memory.engine.recompute import WRITTEN, Recipe  # noqa: E402
 from kilter.memory.engine.recording import unrecorded  # noqa: E402
+from kilter.memory.engine.saved_hooks import innermost_are_ours  # noqa: E402
 from kilter.memory.engine.store import (  # noqa: E402
     EVICTED,
     OUTPUT,
@@ -40,6 +41,8 @@ from kilter.memory.engine.store import (  # noqa: E402
     kept,
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks  # noqa: E402
+from kilter.memory.plan.problem import Link  # noqa: E402
+from kilter.observe import torch_internals  # noqa: E402
 from kilter.session.fence import Fence  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of kinds of tensors that are not finished
@@ -179,24 +182,20 @@ def same(ask: Callable[[Any], Any], both: tuple[Any, Any], tensor: Tensor) -> An
     return answers[0]
 
 
+def hooks_of(engine: Swapper, fence: Any = None) -> TensorHooks:
+    """They call the engine for nothing."""
+    store, cpu = engine._store, torch.device("cpu")
+    return TensorHooks(store, cpu, MIN_BYTES, lambda *taken: taken, lambda _: None, fence)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_same_is_taken_and_kept(both: tuple[Any, Any], kind: str) -> None:
     """What the hook gives, or calls the engine with."""
-
-    def hooks(engine: Swapper) -> TensorHooks:
-        return TensorHooks(
-            engine._store,
-            torch.device("cpu"),
-            MIN_BYTES,
-            lambda *taken: taken,
-            lambda _: None,
-            None,
-        )
-
-    with_library, in_python = hooks(both[0]), hooks(both[1])
-    assert with_library.use_library({}, [], {}, len, len) is not None
+    with_library, in_python = hooks_of(both[0]), hooks_of(both[1])
+    position = with_library.use_library({}, [], {}, len, len)
     tensor = KINDS[kind]()
-    same(lambda hooks: hooks._pack(tensor), (with_library, in_python), tensor)
+    for pack in (with_library._pack, position.pack):
+        same(lambda pack: pack(tensor), (pack, in_python._pack), tensor)
 
 
 def test_the_library_decides_on_ordinary_tensors_and_on_no_others(both: tuple[Any, Any]) -> None:
@@ -315,16 +314,12 @@ class Walk:
         self.followed = moves.by_number
         self.calls = None if call is None else SimpleNamespace(present=call)
         self.at = engine._store.compiled.Position(
+            hooks_of(engine, self.fence),
             moves.overdue,
             self.lent,
-            self.fence,
-            torch.device("cpu"),
-            engine._store,
             self.followed,
             recipe_of,
             lambda *asked: self.attended.append(asked) or self.attend(*asked),
-            MIN_BYTES,
-            engine._store.lone_users,
         )
         step = ReadyStep(
             size_bytes,
@@ -926,10 +921,45 @@ def test_a_position_holds_nothing_alive(both: tuple[Any, Any]) -> None:
         down = False
 
     fence = Fence()
-    cpu, store = torch.device("cpu"), both[0]._store
-    position = store.compiled.Position({}, [], fence, cpu, store, {}, len, len, MIN_BYTES, 1)
+    library = both[0]._store.compiled
+    position = library.Position(hooks_of(both[0], fence), {}, [], {}, len, len)
     fence.position = position
     reference = weakref.ref(fence)
     del fence, position
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.usefixtures("both")
+def test_hooks_of_the_library_take_the_place_of_ours() -> None:
+    """After the first pass under a plan, and until the end."""
+    link = Link(to_host_bytes_per_s=1e5, to_device_bytes_per_s=1e5, both_bytes_per_s=2e5)
+    seen: list[bool] = []
+
+    def train(swapper: Swapper | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.GELU())])
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        losses = []
+        with swapper or nullcontext():
+            for _ in range(10):
+                loss = net(torch.randn(64, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+                if swapper is not None:
+                    pack, unpack = torch_internals.top_saved_hooks(True)
+                    seen.append(type(pack.__self__) is type(unpack.__self__) is not TensorHooks)
+                    assert innermost_are_ours()
+        assert torch_internals.top_saved_hooks(True) is None
+        return [*losses, *net.parameters()]
+
+    plain = train(None)
+    swapper = Swapper(CpuStandIn(), budget_bytes=30_000, link=link, min_bytes=1024)
+    assert all(torch.equal(a, b) for a, b in zip(train(swapper), plain, strict=True))
+    report = swapper.report()
+    assert report.recomputed > 0
+    assert (seen[0], seen[-1]) == (False, True)
+    assert seen == sorted(seen)
+    assert report.deviations == 0

@@ -39,11 +39,11 @@ UNFENCED = frozenset(
         "_pack", "_pack_tensor", "_unpack", "_unpack_tensor", "_save_fenced", "_use_fenced",
         "_use_or_modified", "kept", "whole", "of", "refuse", "owned", "_under_a_mode",
         "takes",
-        "_pack_recorded", "_pack_any", "_unpack_any",
+        "_pack_any", "_unpack_otherwise", "_unpack_any", "_run_backward",
         # The same for calls of modules, and operations in them.
         "call", "met", "hears", "unrecorded", "stop",
         # They call what may fail behind the fence.
-        "__del__", "_read_saved", "_read_data", "_write_data",
+        "__del__", "_read_saved", "_read_data", "_write_data", "_note",
         # Called by the interpreter where no error can go anywhere: names and numbers.
         "let_go", "gone", "freed",
         # Parts of the function around them, which an error in the interpreter's own calls ends.

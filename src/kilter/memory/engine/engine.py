@@ -31,6 +31,7 @@ from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
+from kilter.memory.engine.backward_calls import BackwardCalls
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.next_pass import NextPass
@@ -152,6 +153,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         entered = self._entered
         self.hooks.enter()
         entered.callback(self.hooks.exit)
+        entered.enter_context(BackwardCalls(self.hooks, self._saves_no_more))
         entered.enter_context(Reach(self._store))
         self._planned.segments.enter()
         entered.callback(self._planned.segments.exit)
@@ -210,6 +212,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._planned.plan is not None:
             return self._planned.at.event - 1
         return None if self._watch is None else self._watch.event
+
+    def _saves_no_more(self) -> bool:
+        """The pass is under a plan, by which no tensor is saved any more."""
+        plan = self._planned.plan
+        return plan is not None and not self._boundary and self._planned.at.event > plan.last_save
 
     def _next_event(self) -> int | None:
         """The number that the next event of the present pass has; None outside of passes."""
@@ -343,6 +350,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if not self.hooks.in_thread and torch_internals.current_graph_task() == -1:
             return  # another training, whose steps do not end passes of this one
         self._next.steps += 1
+        if torch_internals.current_graph_task() == -1:  # backward undoes what happens within it
+            self.hooks.hand_over()
         self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None
         if self._boundary:  # what is saved next begins a pass

@@ -28,14 +28,16 @@ constexpr long long kKept = 0, kTaken = 1, kRecomputed = 2;
 
 // Of the pass under its plan; all are held.
 struct References {
-  PyObject *overdue;  // dict: by number, what the program holds yet, as `DueMoves.overdue`
-  PyObject *lent;     // list: while something is in it, all is left to Python
-  PyObject *fence;    // of kilter, or None
-  PyObject *device, *store;
+  PyObject *hooks;     // `TensorHooks`, which sees to what is out of the ordinary
+  PyObject *overdue;   // dict: by number, what the program holds yet, as `DueMoves.overdue`
+  PyObject *lent;      // list: while something is in it, all is left to Python
   PyObject *followed;  // dict: by number, weak references to the saved storages of the pass
   PyObject *read;      // gives the recipe of a tensor, or None
   PyObject *attend;    // has Python see to what is due, and to a tensor that backward needs
   // From here on given by `follow`.
+  // From here on of the hooks.
+  PyObject *fence;  // of kilter, or None
+  PyObject *device, *store;
   PyObject *steps, *due;  // bytes
   PyObject *hosts;        // dict: host memory by number
   PyObject *recipes;      // dict: resolved recipes by number
@@ -43,6 +45,7 @@ struct References {
   PyObject *calls;        // `ModuleCalls`, or None
 };
 constexpr Py_ssize_t kGiven = offsetof(References, steps) / sizeof(PyObject*);
+constexpr Py_ssize_t kHooks = offsetof(References, fence) / sizeof(PyObject*);
 constexpr Py_ssize_t kReferences = sizeof(References) / sizeof(PyObject*);
 
 struct Position {

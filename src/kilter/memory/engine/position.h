@@ -13,22 +13,22 @@ Position* position_of(PyObject* object) { return reinterpret_cast<Position*>(obj
 
 PyObject* new_position(PyTypeObject* type, PyObject* arguments, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject* given[kGiven];
-  Py_ssize_t least_bytes;
-  long lone_users;
-  if (!PyArg_ParseTuple(arguments, "O!O!OOOO!OOnl", &PyDict_Type, &given[0], &PyList_Type,
-                        &given[1], &given[2], &given[3], &given[4], &PyDict_Type, &given[5],
-                        &given[6], &given[7], &least_bytes, &lone_users))
+  PyObject* given[kHooks];
+  if (!PyArg_ParseTuple(arguments, "OO!O!O!OO", &given[0], &PyDict_Type, &given[1], &PyList_Type,
+                        &given[2], &PyDict_Type, &given[3], &given[4], &given[5]))
     return nullptr;
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made == nullptr) return nullptr;
-  Position* self = position_of(made);
+  const auto made = owned(type->tp_alloc(type, 0));
+  Position* self = position_of(made.ptr());
   for (Py_ssize_t i = 0; i < kReferences; i++)
-    held_by(self, i) = Py_NewRef(i < kGiven ? given[i] : Py_None);
+    held_by(self, i) = Py_NewRef(i < kHooks ? given[i] : Py_None);
+  const py::handle hooks = given[0];
+  Py_SETREF(self->held.fence, py::object(hooks.attr("fence")).release().ptr());
+  Py_SETREF(self->held.device, py::object(hooks.attr("device")).release().ptr());
+  Py_SETREF(self->held.store, py::object(hooks.attr("store")).release().ptr());
   Py_SETREF(self->held.steps, PyBytes_FromString(""));
-  self->least_bytes = static_cast<size_t>(least_bytes);
-  self->lone_users = lone_users;
-  return made;
+  self->least_bytes = hooks.attr("min_bytes").cast<size_t>();
+  self->lone_users = hooks.attr("store").attr("lone_users").cast<long>();
+  return Py_NewRef(made.ptr());
   END_HANDLE_TH_ERRORS
 }
 
@@ -271,10 +271,34 @@ PyObject* use(PyObject* object, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
+// `TensorHooks._pack`.
+PyObject* pack(PyObject* object, PyObject* tensor) {
+  PyObject* hooks = position_of(object)->held.hooks;
+  if (recording) return PyObject_CallMethodOneArg(hooks, names.pack, tensor);
+  PyObject* packed = save(object, tensor);
+  const bool taken = packed != nullptr && PyTuple_CheckExact(packed) && PyTuple_GET_SIZE(packed) == 2;
+  if (packed != Py_None && !taken) return packed;
+  PyObject* all[] = {hooks, tensor, packed};
+  PyObject* found = PyObject_VectorcallMethod(names.pack_any, all, std::size(all), nullptr);
+  Py_DECREF(packed);
+  return found;
+}
+
+// `TensorHooks._unpack`.
+PyObject* unpack(PyObject* object, PyObject* packed) {
+  PyObject* found = use(object, packed);
+  if (found != Py_None) return found;
+  Py_DECREF(found);
+  PyObject* hooks = position_of(object)->held.hooks;
+  return PyObject_CallMethodOneArg(hooks, names.unpack_otherwise, packed);
+}
+
 PyMethodDef position_methods[] = {
     {"follow", plain_function(follow), METH_FASTCALL, nullptr},
     {"save", save, METH_O, nullptr},
     {"use", use, METH_O, nullptr},
+    {"pack", pack, METH_O, nullptr},
+    {"unpack", unpack, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

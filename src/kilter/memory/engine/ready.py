@@ -120,6 +120,8 @@ class Ready:
     recipes: ResolvedRecipes = field(default_factory=ResolvedRecipes)
     segments: dict[int, SavedSegment] = field(default_factory=dict)
     """It holds the calls of modules that are recomputed, by the first event inside."""
+    last_save: int = 0
+    """The number of the last event at which a tensor is saved."""
     use: PlanInUse = field(default_factory=PlanInUse)
     """Passes of other sizes, which the same plan serves, have this in common."""
     others: dict[int, Ready] = field(default_factory=dict)
@@ -214,4 +216,5 @@ def ready(
         places=places,
         beside_bytes=beside,
         segments={segment.first: segment for segment in called},
+        last_save=max(event for event, code in enumerate(record.events) if not is_use(code)),
     )

@@ -13,7 +13,8 @@ from typing import Any
 
 from kilter.observe import torch_internals
 
-OUR_MODULES = "kilter."
+OUR_MODULES = "kilter.", "kilter_recorder"
+"""The first words of their names; the second is the compiled library."""
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -25,7 +26,10 @@ where somebody has replaced it in turn."""
 
 def is_ours(hook: Any) -> bool:
     """Whether a hook on saved tensors is one of kilter's."""
-    return str(getattr(hook, "__module__", "")).startswith(OUR_MODULES)
+    module = getattr(hook, "__module__", None)
+    if module is None:  # a method of a class in C
+        module = type(getattr(hook, "__self__", None)).__module__
+    return str(module).startswith(OUR_MODULES)
 
 
 def innermost_are_ours() -> bool:

@@ -31,12 +31,13 @@ constexpr long long kResident = 0, kPrefetching = 1, kEvicted = 2;  // of store.
 struct Names {
   PyObject *tensor, *parameter, *size, *modes, *itself, *saved, *view, *transfer, *recipe, *source,
       *calls, *leaf, *output, *written;
-  PyObject *level, *dtype, *attributes, *down, *grad_fn, *metadata, *present, *members, *resident,
+  PyObject *level, *dtype, *down, *grad_fn, *metadata, *present, *members, *resident,
       *touched, *counts, *alive, *held_bytes, *beside_bytes, *segment_peak_bytes, *held_peak_bytes,
       *evicted, *evicted_bytes, *dependents, *backend, *spoils, *untyped_storage, *ask,
       *tell, *waits, *stream, *wait, *copy_out, *copy_in, *room_like, *recompute,
       *recomputed, *out_bytes, *in_bytes, *data, *in_place, *leaf_again, *epsilon_again, *copies,
-      *copies_made, *wanted, *own, *unpack_hook, *call_with_room, *leaves, *known, *storage_key;
+      *copies_made, *wanted, *own, *unpack_hook, *call_with_room, *leaves, *known, *storage_key,
+      *pack, *pack_any, *unpack_otherwise;
 };
 Names names;
 
@@ -46,7 +47,7 @@ struct Slots {
   Py_ssize_t within, number, size_bytes, key, alias, version, plain, touched, cast, handed_out,
       state, transfer, recipe, calls, store, host, pooled, departure, arrival, closed, sources,
       parameters, in_backward, told, made_calls, made_by, made_dtype, made_size, made_stride, given,
-      read_tensor, read_version, read_take, read_dtype, compiled;
+      read_tensor, read_version, read_take, read_dtype, compiled, attributes;
 };
 Slots slots;
 
@@ -88,7 +89,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
   names = {own(torch.attr("Tensor")), own(torch.attr("nn").attr("Parameter")),
            own(torch.attr("Size")), own(modes), own(itself), own(saved), own(view), own(transfer),
            own(recipe), own(source), own(calls), own(leaf), own(output), own(written),
-           text("_current_level"), text("dtype"), text("attributes"),
+           text("_current_level"), text("dtype"),
            text("down"), text("grad_fn"), text("metadata"), text("present"), text("members"),
            text("_resident"), text("_touched"), text("counts"), text("alive"), text("held_bytes"),
            text("beside_bytes"), text("segment_peak_bytes"), text("held_peak_bytes"),
@@ -98,12 +99,13 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            text("recompute"), text("recomputed"), text("out_bytes"), text("in_bytes"),
            text("data"), text("in_place"), text("leaf_again"), text("epsilon_again"),
            text("copies"), text("_copies"), text("_wanted"), text("own"), text("unpack_hook"),
-           text("call_with_room"), text("leaves"), text("known"), text("_storage_key")};
+           text("call_with_room"), text("leaves"), text("known"), text("_storage_key"), text("_pack"),
+           text("_pack_any"), text("_unpack_otherwise")};
   const auto of = [](const py::object& kind) {
     return [&kind](const char* name) { return slot_named(name, kind.ptr()); };
   };
   const auto storage = of(saved), copies = of(transfer), made = of(recipe), read = of(source),
-             list = of(calls);
+             list = of(calls), own_one = of(itself);
   slots = {storage("within"), storage("number"), storage("size_bytes"), storage("key"),
            storage("alias"), storage("version"), storage("plain"), storage("touched"),
            storage("cast"), storage("handed_out"), storage("state"), storage("transfer"),
@@ -112,7 +114,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told"),
            made("calls"), made("node"), made("dtype"), made("size"), made("stride"),
            made("given"), read("tensor"), read("version"), read("take"),
-           read("dtype"), list("compiled")};
+           read("dtype"), list("compiled"), own_one("attributes")};
 }
 
 // The program's operations are counted, changed or recorded, or have tangents.
@@ -168,15 +170,6 @@ py::object detached(const Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(Tensor(std::move(alias))));
 }
 
-py::object itself_of(PyObject* object) {
-  auto made = owned(PyObject_CallOneArg(names.itself, object));
-  const auto own = owned(PyObject_GenericGetDict(object, nullptr));
-  const bool any = of_class(object, names.tensor) && PyDict_GET_SIZE(own.ptr());
-  if (PyObject_SetAttr(made.ptr(), names.attributes, any ? own.ptr() : Py_None))
-    throw python_error();
-  return made;
-}
-
 // A tuple, or one of a class derived from it.
 PyObject* empty(PyObject* kind, size_t count) {
   auto* type = reinterpret_cast<PyTypeObject*>(kind);
@@ -192,6 +185,17 @@ PyObject* tuple_of(PyObject* kind, const Items&... items) {
   PyObject* made = empty(kind, sizeof...(items));
   Py_ssize_t place = 0;
   (PyTuple_SET_ITEM(made, place++, items.inc_ref().ptr()), ...);
+  return made;
+}
+
+// `Itself.of` of store.py.
+py::object itself_of(PyObject* object) {
+  auto* type = reinterpret_cast<PyTypeObject*>(names.itself);
+  const auto arguments = py::reinterpret_steal<py::object>(tuple_of(plain_tuple, py::handle(object)));
+  auto made = owned(type->tp_new(type, arguments.ptr(), nullptr));
+  const auto own = owned(PyObject_GenericGetDict(object, nullptr));
+  const bool any = of_class(object, names.tensor) && PyDict_GET_SIZE(own.ptr());
+  put(made.ptr(), slots.attributes, Py_NewRef(any ? own.ptr() : Py_None));
   return made;
 }
 

@@ -334,7 +334,7 @@ class _Job:
             raise UsageError("the model has no parameter that is trained: there is no backward")
         self._optimizer = optimizer(self._trained)
         self._store = Store(memory)  # type: ignore[arg-type]
-        self._store.unpack_hook = self._unpack
+        self._store.unpack_hooks = (self._unpack,)
         self._owned = {t.untyped_storage()._cdata for t in model.parameters.values()}
         self._watch: Watch | None = None
         self._within: Pass | None = None
@@ -400,7 +400,7 @@ class _Job:
         memory.peak_bytes()
 
         def forward_and_backward() -> None:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, *self._store.unpack_hooks):
                 loss = self._model.loss()
             if not hasattr(loss, "backward"):
                 raise UsageError(f"the loss has to be a tensor; it is a {type(loss).__name__}")

@@ -265,8 +265,9 @@ class Store:
         self.compiled: Any = None
         """It is the compiled library. Some functions here and in `TensorHooks` ask it first: it
         says the same sooner, or None where it leaves a tensor to Python."""
-        self.unpack_hook: Any = None
-        """This hook is the engine's own: tensors packed by other hooks have another one."""
+        self.unpack_hooks: tuple[Any, ...] = ()
+        """These hooks are the engine's own, the present one the last: tensors packed by other hooks
+        have others."""
         self.within = weakref.ref(Pass())
         """It refers to the present pass, while anything is left of it."""
         self.lone_users = _users_of_a_lone_tensor()
@@ -691,7 +692,7 @@ class Store:
         hook = raw.unpack_hook
         if hook is None:
             return HeldSource(packed.detach(), packed._version), None
-        if hook is not self.unpack_hook:
+        if not any(hook is ours for ours in self.unpack_hooks):
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
         plain = type(packed) is tuple
         return HeldSource(packed[0], packed[1], None if plain else packed), None

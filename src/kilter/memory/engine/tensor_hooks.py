@@ -58,20 +58,26 @@ class TensorHooks:
         use: Callable[[Any], Tensor],
         fence: Fence | None,
     ) -> None:
-        self._store = store
+        self.store = store
         self._position: Any = None
         """The compiled one, which sees to events by itself; None: there is none."""
-        self._device = device
-        self._min_bytes = min_bytes
+        self.device = device
+        self.min_bytes = min_bytes
         self._save = save
         self._use = use
-        self._fence = fence
+        self.fence = fence
         self._save_large = save if fence is None else self._save_fenced
         self._use_large = use if fence is None else self._use_fenced
         self.tangents: dict[int, int] = {}
         """It counts, by storage, the bytes of tangents of saved tensors. Autograd keeps them beside
         what hooks give for a tensor, and asks no hook."""
+        self._handed_over = False
+        """The compiled library's own hooks are in place."""
+        self._around: Callable[[Any, Any], tuple[Any, Any]] = lambda pack, unpack: (pack, unpack)
+        """It makes of our own hooks what is put in place."""
         self._hooks: Any = None
+        self.aside = False
+        """They have been taken away for a while."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -87,14 +93,18 @@ class TensorHooks:
     def enter(self) -> None:
         """In this thread, from here on."""
         self._thread = threading.current_thread()
-        self._store.unpack_hook = self._unpack
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
+        at = self._position
+        own = (at.pack, at.unpack) if self._handed_over else (self._pack, self._unpack)
+        pack, unpack = self._around(*own)
+        self.store.unpack_hooks += (unpack,)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
 
     def exit(self, *exception: object) -> None:
         """What is saved from here on is left to autograd. In the thread of `enter`, if it lives."""
-        if not self.thread_ended:
+        if not self.thread_ended and not self.aside:
             self._hooks.__exit__(*(exception or (None, None, None)))
+        self.aside = False
 
     def use_library(
         self,
@@ -109,41 +119,56 @@ class TensorHooks:
         number; `read` gives their recipes. It calls `attend` after an event at which it could not
         carry out all that is due or `overdue`, and with a tensor that backward needs and that is
         not there. While something is `lent` it leaves all to Python."""
-        store = self._store
-        if store.compiled is not None:
-            self._position = store.compiled.Position(
-                overdue,
-                lent,
-                self._fence,
-                self._device,
-                store,
-                followed,
-                read,
-                attend,
-                self._min_bytes,
-                store.lone_users,
+        if self.store.compiled is not None:
+            self._position = self.store.compiled.Position(
+                self, overdue, lent, followed, read, attend
             )
         return self._position
+
+    def hand_over(self) -> None:
+        """Between passes: the library's own hooks take the place of ours, as soon as there are any,
+        and ours are the innermost of this thread."""
+        if self._position is not None and not self._handed_over and self.in_thread:
+            self._handed_over = True
+            self._handed_over = self.stand_behind(self._around)
 
     def step_in(self) -> None:
         """Between passes, after `exit`, in the same thread."""
         self._hooks.__enter__()
 
+    def stand_aside(self) -> None:
+        """Take them away until `come_back`, if they are the innermost of this thread."""
+        if self.in_thread and self._innermost:
+            self.aside = True
+            self._hooks.__exit__(None, None, None)
+
+    def come_back(self) -> None:
+        """Put them back after `stand_aside`, unless `exit` was called meanwhile. By what is there,
+        since an alarm of the program may have come in between."""
+        if self.aside and self.in_thread:
+            if not self._innermost:
+                self.step_in()
+            self.aside = False
+
+    @property
+    def _innermost(self) -> bool:
+        top = torch_internals.top_saved_hooks(True)
+        return top is not None and top[1] is self.store.unpack_hooks[-1]
+
     def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
         """Between passes: what `around` makes of our hooks takes their place. `False` if they are
         not the innermost of this thread."""
-        top = torch_internals.top_saved_hooks(True)
-        if top is None or top[1] is not self._store.unpack_hook:
+        if not self._innermost:
             return False
         self.exit()
-        pack, self._store.unpack_hook = around(self._pack, self._unpack)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._store.unpack_hook)
-        self.step_in()
+        self._around = around
+        self.enter()
         return True
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
-        each saved tensor, in forward, where the host is ahead of the device the least."""
+        each saved tensor, in forward, where the host is ahead of the device the least. The library
+        has its double, and calls this while it records operations."""
         by, position = recording.present, self._position
         packed = None if position is None else position.save(tensor)
         if packed is None or len(packed) == 2:
@@ -165,9 +190,10 @@ class TensorHooks:
         """The tensor again, likewise."""
         position = self._position
         tensor: Tensor | None = None if position is None else position.use(packed)
-        if tensor is not None:
-            return tensor
-        compiled, by = self._store.compiled, recording.present
+        return self._unpack_otherwise(packed) if tensor is None else tensor
+
+    def _unpack_otherwise(self, packed: Any) -> Tensor:
+        compiled, by = self.store.compiled, recording.present
         try:
             if by is not None:
                 return by.unrecorded(self._unpack_any, packed)
@@ -214,7 +240,7 @@ class TensorHooks:
         """Size and address of the storage, if the engine takes this tensor over from autograd."""
         if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested:
             return None
-        if tensor.nbytes < self._min_bytes or tensor.device != self._device:
+        if tensor.nbytes < self.min_bytes or tensor.device != self.device:
             return None  # most tensors end here
         base = tensor._base
         if not (base is None or type(base) is Tensor):
@@ -231,25 +257,25 @@ class TensorHooks:
             return None  # the base has been given other memory (`.data`)
         sole = (tensor if base is None else base).nbytes == size_bytes
         ours = owned(storage, on_cuda=tensor.is_cuda)
-        taken = sole and size_bytes >= self._min_bytes and ours
+        taken = sole and size_bytes >= self.min_bytes and ours
         return (size_bytes, storage._cdata) if taken else None
 
     def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)
 
     def _save_fenced(self, tensor: Tensor, size_bytes: int, key: int) -> Any:
-        assert self._fence is not None
-        packed = [] if self._fence.down else self._fence.ask(self._save, tensor, size_bytes, key)
+        assert self.fence is not None
+        packed = [] if self.fence.down else self.fence.ask(self._save, tensor, size_bytes, key)
         return packed[0] if packed else kept(tensor)
 
     def _use_fenced(self, packed: Any) -> Tensor:
         """After an error of ours tensors are only fetched; what fails in that is the program's."""
-        assert self._fence is not None
-        found = [] if self._fence.down else self._fence.ask(self._use_or_modified, packed)
+        assert self.fence is not None
+        found = [] if self.fence.down else self.fence.ask(self._use_or_modified, packed)
         if not found:
-            self._store.waits = None
+            self.store.waits = None
             fused.refuse()
-            return self._store.hand_out(packed) if type(packed) is View else whole(packed)
+            return self.store.hand_out(packed) if type(packed) is View else whole(packed)
         if isinstance(found[0], Modified):
             raise found[0]
         return found[0]

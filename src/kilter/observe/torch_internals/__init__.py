@@ -63,6 +63,11 @@ TABLE = {
     "graph_task_keeps_graph": Internal(
         "torch._C._autograd._get_current_graph_task_keep_graph", NO_MEMORY
     ),
+    "run_backward": Internal(
+        "torch.autograd._engine_run_backward",
+        "hooks on saved tensors stay in place during backward",
+        replaced=True,
+    ),
     "set_grad_enabled": Internal("torch._C._set_grad_enabled", NO_MEMORY),
     "is_forward_mode_enabled": Internal("torch._C._is_fwd_grad_enabled", NO_MEMORY),
     "set_forward_mode_enabled": Internal("torch._C._set_fwd_grad_enabled", NO_MEMORY),

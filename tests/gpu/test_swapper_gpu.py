@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kilter.memory.engine import Swapper, SwapReport
+from kilter.memory.engine import Swapper, SwapReport, compiled_recorder, fused
 from kilter.memory.engine.cuda import Cuda, measure_link
 from kilter.memory.engine.fused import can_normalise, normalised
 from kilter.memory.engine.plan_feedback import CHECK_AFTER
@@ -20,21 +21,29 @@ from kilter.memory.plan.problem import Link
 pytestmark = pytest.mark.gpu
 
 PCIE = Link(to_host_bytes_per_s=5e10, to_device_bytes_per_s=5e10, both_bytes_per_s=9e10)
+BLOCKS = 12
 SLOW = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s=2e8)
 
 
 def trained(
-    budget_bytes: int | None, link: Link, planner: str, *, count: int = 8, rows: int = 4096
+    budget_bytes: int | None,
+    link: Link,
+    planner: str,
+    *,
+    count: int = 8,
+    rows: int = 4096,
+    weights: bool = True,
 ) -> tuple[list[torch.Tensor], int, SwapReport | None]:
     """Losses and gradients of so many and two more steps of a stack of blocks, and the peak of
     the last two."""
     torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        norm = nn.LayerNorm(512, elementwise_affine=weights)
+        return nn.Sequential(norm, nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+
     with torch.device("cuda"):
-        layers = [
-            nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
-            for _ in range(12)
-        ]
-        net = nn.Sequential(*layers)
+        net = nn.Sequential(*[block() for _ in range(BLOCKS)])
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     values: list[torch.Tensor] = []
 
@@ -132,6 +141,45 @@ def test_the_link_is_measured_in_both_directions() -> None:
     assert link.to_host_bytes_per_s > 1e9
     assert link.to_device_bytes_per_s > 1e9
     assert link.both_bytes_per_s > 0.8 * link.to_host_bytes_per_s
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_norms_are_recomputed_without_python(
+    weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiled_recorder.library() is None:
+        pytest.skip("needs the compiled library")
+    asked: list[torch.Size] = []
+
+    def ask(*given: Any) -> torch.Tensor:
+        asked.append(given[0].shape)
+        return normalised(*given)
+
+    plain, plain_bytes, _ = trained(None, SLOW, "mix", count=20, weights=weights)
+    monkeypatch.setattr(fused, "normalised", ask)
+    budget_bytes = int(0.75 * plain_bytes)
+    values, peak_bytes, report = trained(budget_bytes, SLOW, "mix", count=20, weights=weights)
+    assert report is not None
+    assert peak_bytes <= budget_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
+    assert any(key[2:] == (512, weights) for key in fused.kernels)
+    assert len(asked) < BLOCKS * report.planned // 2  # when they were tried
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [64, 768, 1280, 1600, 8192])
+def test_a_norm_without_weights_is_the_frameworks_own(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 257, width, device="cuda")
+    if not can_normalise(x, None, None, width):
+        pytest.skip("needs Triton")
+    out, mean, rstd = torch.native_layer_norm(x, [width], None, None, 1e-6)
+    made = [normalised(x, mean, rstd, None, None, dtype) for _ in range(2)]
+    assert all(torch.equal(one, out.to(dtype)) for one in made)
+    without_a_kernel = fused.layer_norm(
+        x[:, ::2], mean[:, ::2], rstd[:, ::2], None, None, [width], None, dtype
+    )
+    assert torch.equal(without_a_kernel, out[:, ::2].to(dtype))
 
 
 @pytest.mark.parametrize("width", [64, 768, 1280, 1600, 8192])

@@ -83,3 +83,43 @@ def test_a_copy_is_started_by_the_same_calls(library: Any) -> None:
 @pytest.mark.parametrize(("fails", "calls"), [("record", 1), ("hold", 2), ("copy", 3)])
 def test_nothing_is_asked_after_an_error(library: Any, fails: str, calls: int) -> None:
     assert [len(started(which, fails)) for which in (None, library)] == [calls, calls]
+
+
+@pytest.mark.parametrize("fails", [None, "hold"])
+def test_whoever_waits_asks_once_for_each_copy(library: Any, fails: str | None) -> None:
+    def asked(which: Any) -> list[tuple[Any, ...]]:
+        driver = Driver(fails)
+        ours = lane(driver)
+        if which is not None:
+            ours.use_library(which)
+        for number in (2, 1, 2, 3):
+            if fails is None:
+                ours.wait(number, COMPUTE)
+            else:
+                with pytest.raises(DeviceError, match=r"failed \(CUDA: 7\)"):
+                    ours.wait(number, COMPUTE)
+        return driver.asked
+
+    assert asked(library) == asked(None) == [("hold", COMPUTE, DONE, 0)] * (4 if fails else 2)
+
+
+def test_the_kernel_of_a_norm_is_launched_with_what_it_reads(library: Any) -> None:
+    """Scratch memory that some versions of Triton pass comes behind its arguments."""
+    asked: list[tuple[Any, ...]] = []
+    whole, small = ctypes.c_void_p, ctypes.c_uint
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int, whole, *[small] * 7, whole, ctypes.POINTER(ctypes.c_void_p), whole
+    )
+    def launch(function: int, *arguments: Any) -> int:
+        *shape, stream, parameters, extra = arguments
+        words = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(9)]
+        asked.append((function, shape, stream, words, extra))
+        return 7
+
+    kernel = library.NormKernel(
+        ctypes.cast(launch, ctypes.c_void_p).value, 21, 64, 128, {3: STREAM}.__getitem__
+    )
+    addresses = [16, 32, 48, 64, 80, 96]
+    assert kernel.launch(5, addresses, 1600, 3) == 7
+    assert asked == [(21, [5, 1, 1, 64, 1, 1, 128], STREAM, [*addresses, 1600, 0, 0], None)]

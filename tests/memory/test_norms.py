@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import nn
 
 from kilter.memory.engine.norms import ProgramNorms
@@ -39,7 +40,7 @@ def test_all_are_found_while_other_threads_fill_tuples() -> None:
     threads = [threading.Thread(target=fill) for _ in range(2)]
     for thread in threads:
         thread.start()
-    norms = ProgramNorms()
+    norms = ProgramNorms(torch.device("cpu"), lambda function, *args: True)
     try:
         for _ in range(20):
             norms.find()

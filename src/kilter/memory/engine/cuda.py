@@ -113,9 +113,14 @@ class _Lane:
             or driver.record(done, stream)
         )
 
+    def hold(self, compute: int, done: int) -> int:
+        """What is issued to `compute` from here on waits for that event. As above."""
+        return int(self._driver.hold(compute, done, 0))
+
     def wait(self, number: int, compute: int) -> None:
         if self._waited.get(compute, 0) < number:
-            failed = self._driver.hold(compute, self._done[number % self.RING], 0)
+            calls = self if self._calls is None else self._calls
+            failed = calls.hold(compute, self._done[number % self.RING])
             if failed:
                 raise DeviceError(f"waiting for a copy failed (CUDA: {failed})")
             self._waited[compute] = number
@@ -264,7 +269,7 @@ class Cuda:
         pass
 
     def stream(self) -> int | None:
-        if torch.cuda.is_current_stream_capturing():
+        if torch_internals.cuda_is_capturing():
             return None
         return int(torch_internals.cuda_raw_stream(self._index))
 

@@ -34,6 +34,11 @@ class CopyCalls {
     return failed;
   }
 
+  // `_Lane.hold`, likewise.
+  int hold(Address compute, Address done) const {
+    return hold_(reinterpret_cast<void*>(compute), reinterpret_cast<void*>(done), 0);
+  }
+
  private:
   using Copy = int (*)(void*, void*, size_t, void*);
   using Record = int (*)(void*, void*);

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -34,18 +35,18 @@ struct References {
   PyObject *followed;  // dict: by number, weak references to the saved storages of the pass
   PyObject *read;      // gives the recipe of a tensor, or None
   PyObject *attend;    // has Python see to what is due, and to a tensor that backward needs
-  // From here on given by `follow`.
   // From here on of the hooks.
   PyObject *fence;  // of kilter, or None
   PyObject *device, *store;
+  // From here on given by `follow`.
   PyObject *steps, *due;  // bytes
   PyObject *hosts;        // dict: host memory by number
   PyObject *recipes;      // dict: resolved recipes by number
   PyObject *within;       // weak reference to the present pass, or None
   PyObject *calls;        // `ModuleCalls`, or None
 };
-constexpr Py_ssize_t kGiven = offsetof(References, steps) / sizeof(PyObject*);
 constexpr Py_ssize_t kHooks = offsetof(References, fence) / sizeof(PyObject*);
+constexpr Py_ssize_t kGiven = offsetof(References, steps) / sizeof(PyObject*);
 constexpr Py_ssize_t kReferences = sizeof(References) / sizeof(PyObject*);
 
 struct Position {
@@ -260,6 +261,19 @@ Tried evict(const Position* self, PyObject* saved) {
   return Tried::kDone;
 }
 
+// `Store.room_like`.
+py::object room_like(const Position* self, const py::object& host) {
+  const c10::Device device = reinterpret_cast<THPDevice*>(self->held.device)->device;
+  if (device.is_cuda()) try {
+      const Tensor& like = THPVariable_Unpack(host.ptr());
+      const auto options = at::TensorOptions(device).dtype(like.dtype());
+      return owned(THPVariable_Wrap(at::empty_strided(like.sizes(), like.strides(), options)));
+    } catch (const c10::OutOfMemoryError&) {  // Python makes room
+    }
+  const auto taken = attribute(self->held.store, names.room_like);
+  return ask(self, taken.ptr(), host.ptr());
+}
+
 // `Store.prefetch`.
 void prefetch(const Position* self, PyObject* saved) {
   PyObject* transfer = slot(saved, slots.transfer);
@@ -267,8 +281,7 @@ void prefetch(const Position* self, PyObject* saved) {
       slot(transfer, slots.host) == Py_None)
     return;
   const auto host = py::reinterpret_borrow<py::object>(slot(transfer, slots.host));
-  const auto room_like = attribute(self->held.store, names.room_like);
-  const auto alias = ask(self, room_like.ptr(), host.ptr());
+  const auto alias = room_like(self, host);
   const auto arrival = ask(self, of_backend(self, names.copy_in).ptr(), alias.ptr(), host.ptr());
   put(saved, slots.alias, alias.inc_ref().ptr());
   put(transfer, slots.arrival, arrival.inc_ref().ptr());

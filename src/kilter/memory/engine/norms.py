@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+
+from kilter.memory.engine import fused
 
 EPS = "kilter.eps"
 """Under this key a node's metadata holds the epsilon of the norm that made it."""
@@ -43,11 +46,15 @@ class ProgramNorms:
 
     The modules are looked for among all objects, once in each trial: a hook on every module call
     costs more than the rest of an event, and ends compiled regions. Only layer norms without
-    weights need such a hook. It is a global one, since a hook of ours on a module of the program
-    would be saved in the module's pickles, and TorchScript would try to compile it.
+    weights need such a hook, and only where they are not recomputed from their statistics. It is a
+    global one, since a hook of ours on a module of the program would be saved in the module's
+    pickles, and TorchScript would try to compile it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, guard: Callable[..., bool]) -> None:
+        """`guard` calls a function of ours behind the fence."""
+        self._device = device
+        self._guard = guard
         self._by_weight: dict[int, weakref.ref[Any]] = {}
         self._hook: Any = None
         """It runs behind modules, where there are layer norms without weights."""
@@ -59,12 +66,16 @@ class ProgramNorms:
             weight = vars(module).get("_parameters", {}).get("weight")
             if weight is not None:
                 self._by_weight[id(weight)] = weakref.ref(module)
-            elif self._hook is None and isinstance(module, norm):
-                self._hook = register_module_forward_hook(
-                    lambda module, *rest: (
-                        note_epsilon(module, *rest) if isinstance(module, norm) else None
-                    )
-                )
+            elif isinstance(module, norm):
+                self._listen()
+
+    def _listen(self) -> None:
+        if self._hook is None and not fused.available(self._device):
+            self._hook = register_module_forward_hook(self._note)
+
+    def _note(self, module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.LayerNorm):
+            self._guard(note_epsilon, module, inputs, output)
 
     def epsilon(self, node: Any, weight: Any) -> float | None:
         """The epsilon of the norm that has this weight, or else the one noted at the node."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kilter.memory.engine.fused import can_normalise, normalised
+from kilter.memory.engine.fused import available, layer_norm
 from kilter.memory.engine.moved_elements import MOVES
 from kilter.memory.engine.operation_graph import (
     Build,
@@ -42,32 +42,19 @@ def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
     """In the type of the cast that follows it, if one does."""
     source = graph.saved(node, "_raw_saved_input")
     weight = graph.saved(node, "_raw_saved_weight")
-    eps = graph.epsilon(node, weight)
-    if eps is None or source is None:
-        return None
-    shape = list(node._saved_normalized_shape)
     bias = graph.saved(node, "_raw_saved_bias")
     mean = graph.saved(node, "_raw_saved_result1")
     rstd = graph.saved(node, "_raw_saved_result2")
+    shape = list(node._saved_normalized_shape)
+    if weight is bias is None and source and available(node._input_metadata[0].device):
+        return graph.call(layer_norm, source, mean, rstd, None, None, shape, None, dtype)
+    eps = graph.epsilon(node, weight)
+    if eps is None or source is None:
+        return None
     if node._input_metadata[0].dtype is dtype:
         operator = _ATEN.native_layer_norm
         return graph.call(operator, source, shape, weight, bias, eps, output=0)
-    return graph.call(_normalise, source, mean, rstd, weight, bias, shape, eps, dtype)
-
-
-def _normalise(
-    x: torch.Tensor,
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    bias: Any,
-    shape: list[int],
-    eps: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
-        return normalised(x, mean, rstd, weight, bias, dtype)
-    return torch.native_layer_norm(x, shape, weight, bias, eps)[0].to(dtype)
+    return graph.call(layer_norm, source, mean, rstd, weight, bias, shape, eps, dtype)
 
 
 def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:

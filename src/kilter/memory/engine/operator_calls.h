@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "moves.h"
+#include "norm_kernel.h"
 
 namespace {
 
@@ -29,6 +30,7 @@ struct CallArgument {
 struct OperatorCall {
   std::optional<c10::OperatorHandle> operation;  // none: a function of Python's
   py::object function;
+  bool norm = false;  // it is `fused.layer_norm`
   std::vector<CallArgument> arguments;
   size_t output;
   std::vector<SlotNumber> frees;
@@ -41,6 +43,9 @@ class OperatorCalls {
     size_t place = 0;
     const auto frees = calls.attr("frees").cast<std::vector<std::vector<SlotNumber>>>();
     slot_class_ = py::type::handle_of(calls.attr("result"));
+    const auto fused = py::module_::import("kilter.memory.engine.fused");
+    kernels_ = fused.attr("kernels");
+    const auto layer_norm = fused.attr("layer_norm");
     for (const auto& one : calls.attr("calls")) {
       OperatorCall call;
       call.function = one.attr("operator");
@@ -54,6 +59,7 @@ class OperatorCalls {
       } else {
         if (!keywords.empty() || !output.is_none()) throw std::runtime_error("not known here");
         for (const auto& argument : arguments) call.arguments.push_back(to_python(argument));
+        call.norm = call.function.is(layer_norm);
       }
       calls_.push_back(std::move(call));
     }
@@ -173,7 +179,9 @@ class OperatorCalls {
   }
 
   template <class At>
-  static Tensor asked(const Position* position, const OperatorCall& call, const At& at) {
+  Tensor asked(const Position* position, const OperatorCall& call, const At& at) const {
+    if (call.norm)
+      if (auto made = fused(call, at)) return std::move(*made);
     py::tuple arguments(call.arguments.size());
     for (size_t i = 0; i < call.arguments.size(); i++) {
       const CallArgument& argument = call.arguments[i];
@@ -186,9 +194,21 @@ class OperatorCalls {
     return THPVariable_Unpack(found.ptr());
   }
 
+  template <class At>
+  std::optional<Tensor> fused(const OperatorCall& call, const At& at) const {
+    std::array<const Tensor*, 5> given{};  // the tensor, its statistics, weight and bias
+    for (size_t i = 0; i < given.size(); i++) {
+      if (call.arguments[i].kind == CallArgument::One) given[i] = &at(call.arguments[i].slots[0]);
+      if (given[i] == nullptr && i < 3) return {};
+    }
+    if (PyList_GET_SIZE(call.arguments[5].object.ptr()) != 1) return {};
+    return normalised(kernels_.ptr(), given, call.arguments[7].object.ptr());
+  }
+
   std::vector<OperatorCall> calls_;
   SlotNumber result_;
   py::handle slot_class_;
+  py::object kernels_;  // dict: of `fused`, by device, type and width
 };
 
 // `Store.tensor_of`, or what a `HeldSource` gives. None: left to Python.

@@ -154,6 +154,9 @@ class PassUnderPlan:
     def older_in_arena(self) -> bool:
         """Between two passes: tensors of older graphs are in the host memory that all plans share.
         (What was offloaded on demand is in blocks of its own.)"""
+        if self._store.counts.alive == 0:  # nearly always
+            self._older = []
+            return False
         found = [*self._older, *self._moves.by_number.values()]
         self._older = [reference for reference in found if _in_arena(reference())]
         return bool(self._older)

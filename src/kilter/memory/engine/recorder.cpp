@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "lane.h"
+#include "norm_kernel.h"
 #include "operator_calls.h"
 #include "position.h"
 #include "resolved.h"
@@ -632,7 +633,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   PyModule_AddFunctions(m.ptr(), small_copies_functions);
   py::class_<CopyCalls>(m, "CopyCalls")
       .def(py::init<Address, Address, Address, Address, Address>())
-      .def("start", &CopyCalls::start);
+      .def("start", &CopyCalls::start)
+      .def("hold", &CopyCalls::hold);
+  py::class_<NormKernel>(m, "NormKernel")
+      .def(py::init<Address, Address, unsigned, unsigned, py::object>())
+      .def("launch", &NormKernel::launch);
   define_allocated_bytes(m);
   py::class_<OperatorCalls>(m, "OperatorCalls");
   py::class_<ResolvedRecipe>(m, "ResolvedRecipe")

@@ -283,7 +283,7 @@ class Store:
         self.closing = False
         self.waits: Waits | None = None
         """Times the waits for copies; None in passes in which they are not timed."""
-        self.norms = ProgramNorms()
+        self.norms = ProgramNorms(backend.device, guard)
         self.pool = HostPool(backend)
         """It gives host memory for tensors that are offloaded without a plan."""
 

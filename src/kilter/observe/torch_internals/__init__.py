@@ -174,6 +174,9 @@ TABLE = {
     # CUDA
     "cuda_device": Internal("torch._C._cuda_getDevice", NO_MEMORY, only_cuda=True),
     "cuda_raw_stream": Internal("torch._C._cuda_getCurrentRawStream", NO_MEMORY, only_cuda=True),
+    "cuda_is_capturing": Internal(
+        "torch._C._cuda_isCurrentStreamCapturing", NO_MEMORY, only_cuda=True
+    ),
     "cuda_has_context": Internal("torch._C._cuda_hasPrimaryContext", STEPS_ASIDE, only_cuda=True),
     "cuda_end_pool": Internal("torch._C._cuda_endAllocateToPool", NO_BRANCHES, only_cuda=True),
     "cuda_sleep": Internal("torch.cuda._sleep", NO_MEMORY),

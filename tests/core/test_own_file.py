@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 from io import FileIO
@@ -50,6 +51,45 @@ def test_the_files_that_a_program_opens_do_not_get_our_numbers(tmp_path: Path) -
     ours.reopen(tmp_path / "ours", os.O_WRONLY)
     assert ours.number == number
     ours.close()
+
+
+@pytest.mark.parametrize("moment", ["before it is moved", "after it is moved"])
+def test_a_number_that_the_program_takes_meanwhile_stays_its_own(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another thread, between two calls of ours."""
+    taken = Taken(tmp_path / "checkpoint")
+    move = fcntl.fcntl
+
+    def moves(number: int, *how: int) -> int:
+        monkeypatch.undo()
+        if moment == "before it is moved":
+            taken(number)
+        moved = move(number, *how)
+        if moment == "after it is moved":
+            taken(number)
+        return moved
+
+    monkeypatch.setattr(fcntl, "fcntl", moves)
+    ours = OwnFile.open(tmp_path / "ours", os.O_WRONLY | os.O_CREAT)
+    assert (ours.number is None) == (moment == "before it is moved")
+    if ours.number is not None:
+        os.write(ours.number, b"ours")
+    ours.close()
+    assert taken.untouched()
+
+
+def test_another_file_at_the_same_path_is_not_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "ours"
+    ours = OwnFile.open(path, os.O_WRONLY | os.O_CREAT)
+    assert ours.number is not None
+    os.close(ours.number)
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "other").replace(path)
+    before = len(os.listdir("/proc/self/fd"))
+    ours.reopen(path, os.O_WRONLY)
+    assert ours.number is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_where_numbers_are_few_a_file_stays_where_it_is(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class OwnFile:
 
     def __init__(self, number: int) -> None:
         self._what = identity(number)
-        self._number: int | None = _moved(number)
+        self._number: int | None = _moved(number, self._what)
 
     @classmethod
     def open(cls, path: Path, flags: int, mode: int = 0o600) -> OwnFile:
@@ -49,9 +49,10 @@ class OwnFile:
         """Open the same file again after the program has closed it, if it is still there. Raises
         `OSError`."""
         number = os.open(path, flags | os.O_CLOEXEC)
-        if identity(number) == self._what:
-            self._number = _moved(number)
-        else:
+        opened = identity(number)
+        if opened == self._what:
+            self._number = _moved(number, opened)
+        elif opened == identity(path):  # another file is there by now
             os.close(number)
 
     def close(self) -> None:
@@ -99,23 +100,28 @@ class OwnStream(io.RawIOBase):
         super().close()
 
 
-def _moved(number: int) -> int:
+def _moved(number: int, what: tuple[int, int] | None) -> int:
     """The same file under a number of ours. Where none is free it stays where it is, but not among
-    the standard ones."""
+    the standard ones. If it is not `what` was opened any more, another thread of the program has
+    closed it and opened a file of its own, which stays open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     for least in (min(most, _END) - _OURS, _FIRST):
         if least > number:
             with suppress(OSError):
                 moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
-                os.close(number)
+                if identity(moved) != what:
+                    os.close(moved)
+                    return number
+                if identity(number) == what:
+                    os.close(number)
                 return moved
     return number
 
 
-def identity(number: int) -> tuple[int, int] | None:
-    """Device and inode; None if nothing is open under this number."""
+def identity(file: int | Path) -> tuple[int, int] | None:
+    """Device and inode of what is open under a number, or is at a path; None if nothing is."""
     try:
-        status = os.fstat(number)
+        status = os.stat(file)
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -148,8 +148,9 @@ class PassRecord:
         return max(self.level_bytes)
 
     @property
-    def _peak_at(self) -> int:
-        return max(range(len(self.level_bytes)), key=self.level_bytes.__getitem__)
+    def peak_at(self) -> int:
+        """The first event with that peak."""
+        return self.level_bytes.index(self.peak_bytes) if self.level_bytes else 0
 
     def numbers(self) -> list[int]:
         """The tensor of each event, -1 for `FOREIGN`."""
@@ -189,11 +190,12 @@ class PassRecord:
         self.segments = tried.segments
 
     def absence(
-        self, datum: SavedTensor, *, offload: bool = True, recompute: bool = True
+        self, datum: SavedTensor, peak_at: int, *, offload: bool = True, recompute: bool = True
     ) -> tuple[int, int, float | None] | None:
         """The last event before the tensor may be evicted, the event that needs it, and the time to
         recompute it; None if it is held too long. Before it may be recomputed its sources must be
-        free as well; where that is not before the peak of the pass, it is better offloaded."""
+        free as well; where that is not before the peak of the pass, at the event `peak_at`, it is
+        better offloaded."""
         if datum.free_at is None or datum.needed_at is None:
             return None
         before = datum.needed_at
@@ -205,7 +207,7 @@ class PassRecord:
         for source in datum.closed:
             free_at = self.data[source].free_at
             latest = max(latest, before if free_at is None else free_at - 1)
-        if before - latest < 2 or (offload and after < self._peak_at - 1 <= latest):
+        if before - latest < 2 or (offload and after < peak_at - 1 <= latest):
             return after, before, None
         return latest, before, datum.recompute_s
 
@@ -361,10 +363,11 @@ class PassRecord:
         reads: list[list[int]] = [[] for _ in range(count)]
         writes: list[list[int]] = [[] for _ in range(count)]
         data = []
+        peak_at = self.peak_at
         for number, datum in enumerate(self.data):
             first, last = datum.packed_at, count - 1
             held_until, recompute_s = last, None  # held by the program: it cannot be evicted
-            absence = self.absence(datum)
+            absence = self.absence(datum, peak_at)
             if absence is not None:
                 after, last, recompute_s = absence
                 held_until = min(max(first, after), last)
@@ -468,6 +471,7 @@ class _Intervals:
         self._min_bytes = min_bytes
         self._to_host = to_host
         self._recompute = recompute
+        self._peak_at = record.peak_at
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
         """The segment makes the tensor of this number."""
         self._read: set[int] = set()
@@ -520,14 +524,16 @@ class _Intervals:
         for source in sources:
             self.put(source)
         members = [m for m, (of, _) in self._together.items() if of is segment]
+        needs = self._needs(sources)
         self._index.update(dict.fromkeys(members, len(self.intervals)))
-        self._append(interval, number, sources)
+        self.intervals.append(replace(interval, needs=needs))
+        self.numbers.append(number)
 
     def _put_alone(self, number: int) -> None:
         datum = self._record.data[number]
         offloads = self._to_host is None or number in self._to_host
         recompute = self._recompute and number not in self._read
-        absence = self._record.absence(datum, offload=offloads, recompute=recompute)
+        absence = self._record.absence(datum, self._peak_at, offload=offloads, recompute=recompute)
         if absence is None or datum.size_bytes < self._min_bytes:
             return
         after, before, recompute_s = absence
@@ -539,13 +545,13 @@ class _Intervals:
             after=after,
             before=before,
             recompute_s=recompute_s,
+            needs=self._needs(datum.sources),
             to_host=offloads,
         )
         self._index[number] = len(self.intervals)
-        self._append(interval, number, datum.sources)
-
-    def _append(self, interval: IdleInterval, number: int, sources: tuple[int, ...]) -> None:
-        own = len(self.intervals)
-        needs = dict.fromkeys(self._index[s] for s in sources if self._index.get(s, own) != own)
-        self.intervals.append(replace(interval, needs=tuple(needs)))
+        self.intervals.append(interval)
         self.numbers.append(number)
+
+    def _needs(self, sources: tuple[int, ...]) -> tuple[int, ...]:
+        """The intervals of these tensors, each once."""
+        return tuple(dict.fromkeys(self._index[s] for s in sources if s in self._index))

@@ -87,9 +87,9 @@ def _moves(
     moves = []
     for index in sorted(release, key=lambda i: (due[i], -intervals[i].after)):
         size = intervals[index].size_bytes
-        wraps = intervals[index].wraps
+        wraps = index in problem.around
         first = 0 if wraps else release[index]
-        short = np.flatnonzero(slack[first : due[index]] < size)
+        (short,) = (slack[first : due[index]] < size).nonzero()
         load = first + (int(short[-1]) + 1 if short.size else 0)
         if wraps:
             load = problem.visits[bisect_left(problem.visits, load)]
@@ -122,7 +122,7 @@ def releases(
             held_bytes += problem.intervals[index].size_bytes
         while pending:
             index = pending[0]
-            wraps = problem.intervals[index].wraps
+            wraps = index in problem.around
             used_again = due[index] <= operation and not wraps
             complete = arrival.get(index, operation + 1) <= operation
             complete &= not wraps or operation in visits
@@ -135,6 +135,6 @@ def releases(
             elif not used_again:
                 release[index] = operation
     for index in (*pending, *leaving.get(len(least), ())):
-        if problem.intervals[index].wraps:
+        if index in problem.around:
             release[index] = len(least)
     return release

@@ -152,9 +152,14 @@ class Problem:
         return np.asarray(self.resident_bytes, dtype=np.int64) + self._change(moved)
 
     @cached_property
+    def around(self) -> frozenset[int]:
+        """These intervals wrap."""
+        return frozenset(i for i, j in enumerate(self.intervals) if j.wraps)
+
+    @cached_property
     def streaming(self) -> tuple[int, ...]:
         """These intervals wrap, and it is to be planned when they move."""
-        return tuple(i for i, j in enumerate(self.intervals) if j.wraps and j.moved is None)
+        return tuple(i for i in sorted(self.around) if self.intervals[i].moved is None)
 
     @property
     def at_rest(self) -> Problem:
@@ -178,14 +183,14 @@ class Problem:
         return self.resident + self._change(evicted)
 
     def _change(self, evicted: dict[int, tuple[int, int]]) -> Bytes:
-        change = np.zeros(len(self.operation_s) + 1, dtype=np.int64)
+        change = [0] * (len(self.operation_s) + 1)  # faster than an array, number by number
         for index, (start, stop) in evicted.items():
             size = self.intervals[index].size_bytes
             change[start] -= size
             change[stop] += size
-            if self.intervals[index].wraps:
+            if index in self.around:
                 change[0] -= size
-        found: Bytes = np.cumsum(change[:-1])
+        found: Bytes = np.cumsum(np.array(change[:-1], dtype=np.int64))
         return found
 
     @property

@@ -111,7 +111,7 @@ def leaving(
     kept = set()
     for index in sorted(rest, key=lambda i: order(problem, due, i)):
         window = room[intervals[index].after + 1 : due[index]]
-        if int(window.min()) >= intervals[index].size_bytes:
+        if np.minimum.reduce(window) >= intervals[index].size_bytes:
             window -= intervals[index].size_bytes
             kept.add(index)
     return tuple(i for i in rest if i not in kept)

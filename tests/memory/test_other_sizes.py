@@ -18,7 +18,7 @@ from kilter.memory.engine.pass_record import PassRecord, SavedTensor, use_code
 from kilter.memory.engine.watch import IN_VAIN
 from kilter.memory.plan.problem import Link
 
-SLOW = Link(to_host_bytes_per_s=3e8, to_device_bytes_per_s=3e8, both_bytes_per_s=4e8)
+SLOW = Link(to_host_bytes_per_s=3e5, to_device_bytes_per_s=3e5, both_bytes_per_s=4e5)
 FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
 WIDTH, LAYERS, SIZE_BYTES = 32, 6, 4
 

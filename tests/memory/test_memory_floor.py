@@ -218,8 +218,15 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
     assert swapper.report().planned > 5
 
 
+@pytest.mark.parametrize("share_of_time", [1.0, 0.05], ids=["here", "on a fast device"])
 @pytest.mark.parametrize("gradients", ["keep", "consume"])
-def test_state_that_left_for_activations_comes_back_when_they_are_smaller(gradients: str) -> None:
+def test_state_that_left_for_activations_comes_back_when_they_are_smaller(
+    gradients: str, share_of_time: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elapsed_s = CpuStandIn.elapsed_s
+    monkeypatch.setattr(
+        Weighed, "elapsed_s", lambda self, *marks: share_of_time * elapsed_s(self, *marks)
+    )
     budget_bytes = STATE_BYTES + MIB
     values, made, swapper = train(80, budget_bytes, gradients, smaller_from=40)
     assert values == train(80, smaller_from=40)[0]

@@ -26,7 +26,7 @@ from kilter.memory.plan.segments import SegmentChoice, levels
 
 pytestmark = pytest.mark.usefixtures("recorder")
 
-LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=4e7)
+LINK = Link(to_host_bytes_per_s=2e5, to_device_bytes_per_s=2e5, both_bytes_per_s=4e5)
 """So slow that what can be recomputed had better be."""
 MIN_BYTES = 2048
 STEPS = 8
@@ -645,9 +645,10 @@ def test_a_part_of_a_call_reads_what_else_the_call_has_saved() -> None:
     whole = named(record, "Block")
     part = record.part(whole[0], {*sorted(whole[0].reads)[:3]})
     assert len(part.members) == 3
-    assert part.recompute_s < whole[0].recompute_s
     assert not part.sources & part.members
     others = record.part(whole[0], whole[0].members - part.members)
+    assert others.recompute_s > 0
+    assert part.recompute_s + others.recompute_s >= whole[0].recompute_s * (1 - 1e-9)
     assert others.sources & part.members
     apart = record.taken_apart(whole)
     assert all(apart.data[n].recompute_s is not None for one in whole for n in one.reads)

@@ -145,10 +145,10 @@ class StateAndWeightPolicy:
         spare_bytes = budget_bytes - max((plan.peak_bytes for plan in report.plans), default=0)
         fits_bytes = min(on_host_bytes, int((1 - SLACK) * spare_bytes))
         if fits_bytes >= self._min_bytes:
-            if fits_bytes == on_host_bytes:
+            room_bytes = max(self.report.state_bytes, mover.room_bytes or 0) + fits_bytes
+            if room_bytes >= self.report.state_bytes + on_host_bytes:
                 self.streaming.plan = None
-            room_bytes = max(self.report.state_bytes, mover.room_bytes or 0)
-            mover.make_room(room_bytes + fits_bytes)
+            mover.make_room(room_bytes)
 
     def _decide(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
         """How much state streams, once it is known what becomes of gradients."""

@@ -18,7 +18,6 @@ from kilter.memory.engine.operation_graph import (
     RecomputeRule,
     Slot,
     number,
-    of_input,
 )
 
 _ATEN = torch.ops.aten
@@ -150,36 +149,19 @@ def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
 _SHAPED = RecomputeRule("view", _shaped)
 MOVES = {
     "CatBackward0": RecomputeRule("concatenation", _joined),
-    "ChannelShuffleBackward0": RecomputeRule("shuffle", of_input(_ATEN.channel_shuffle, "groups")),
     "ConstantPadNdBackward0": RecomputeRule("padding", _padded),
     "ExpandBackward0": RecomputeRule("view", _expanded),
-    "FlipBackward0": RecomputeRule("flip", of_input(_ATEN.flip, "dims")),
     "GatherBackward0": RecomputeRule("gather", _gathered(_ATEN.gather)),
     "IndexBackward0": RecomputeRule("index", _taken),
     "IndexSelectBackward0": RecomputeRule("index", _gathered(_ATEN.index_select)),
-    "PermuteBackward0": RecomputeRule("view", of_input(_ATEN.permute, "dims")),
-    "PixelShuffleBackward0": RecomputeRule(
-        "shuffle", of_input(_ATEN.pixel_shuffle, "upscale_factor")
-    ),
-    "PixelUnshuffleBackward0": RecomputeRule(
-        "shuffle", of_input(_ATEN.pixel_unshuffle, "downscale_factor")
-    ),
-    "RepeatBackward0": RecomputeRule("repetition", of_input(_ATEN.repeat, "repeats")),
-    "RollBackward0": RecomputeRule("roll", of_input(_ATEN.roll, "shifts", "dims")),
-    "SelectBackward0": RecomputeRule("view", of_input(_ATEN.select.int, "dim", "index")),
-    "SliceBackward0": RecomputeRule(
-        "view", of_input(_ATEN.slice.Tensor, "dim", "start", "end", "step")
-    ),
+    "ReshapeAliasBackward0": _SHAPED,
     "SplitBackward0": RecomputeRule("view", _part(_equal_part), many=True),
     "SplitWithSizesBackward0": RecomputeRule("view", _part(_unequal_part), many=True),
     "SqueezeBackward0": _SHAPED,
     "SqueezeBackward1": _SHAPED,
     "SqueezeBackward2": _SHAPED,
     "StackBackward0": RecomputeRule("concatenation", _stacked),
-    "TBackward0": RecomputeRule("view", of_input(_ATEN.t)),
-    "TransposeBackward0": RecomputeRule("view", of_input(_ATEN.transpose.int, "dim0", "dim1")),
     "UnbindBackward0": RecomputeRule("view", _unbound, many=True),
     "UnsafeViewBackward0": _SHAPED,
-    "UnsqueezeBackward0": RecomputeRule("view", of_input(_ATEN.unsqueeze, "dim")),
     "ViewBackward0": _SHAPED,
 }

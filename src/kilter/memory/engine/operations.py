@@ -115,37 +115,6 @@ def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...])
     return graph.call(_ATEN.native_dropout_backward, source, mask, scale)
 
 
-def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-    if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
-        return None
-    # A missing edge is a number or a tensor outside the graph: unknown.
-    left, right = (graph.value(edge) for edge in node.next_functions)
-    if left is None or right is None:
-        return None
-    return graph.call(_ATEN.add.Tensor, left, right)
-
-
-def _of_two(operator: Operator) -> Build:
-    """An operator on two tensors that saves one only for the other's gradient."""
-
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-        left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_other")
-        edges = node.next_functions
-        left = left or graph.value(edges[0])
-        right = right or (graph.value(edges[1]) if edges[1:] else None)
-        return None if left is None or right is None else graph.call(operator, left, right)
-
-    return build
-
-
-def _matrix_product(operator: Operator) -> Build:
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-        left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_mat2")
-        return None if left is None or right is None else graph.call(operator, left, right)
-
-    return build
-
-
 def _sum_of_product(
     graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> Slot | None:
@@ -186,33 +155,6 @@ def _rms_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     return graph.call(_ATEN.rms_norm, source, shape, weight, eps)
 
 
-def _batch_product(
-    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> Slot | None:
-    left, right = graph.saved(node, "_raw_saved_batch1"), graph.saved(node, "_raw_saved_batch2")
-    added = graph.value(node.next_functions[0])
-    if left is None or right is None or added is None:
-        return None
-    how = {"alpha": node._saved_alpha, "beta": node._saved_beta}
-    return graph.call(_ATEN.baddbmm, added, left, right, **how)
-
-
-def _subtract(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-    left, right = (graph.value(edge) for edge in node.next_functions)
-    alpha = node._saved_alpha
-    if left is None or right is None:
-        return None
-    return graph.call(_ATEN.sub.Tensor, left, right, alpha=alpha)
-
-
-def _where(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-    condition = graph.saved(node, "_raw_saved_condition")
-    left, right = (graph.value(edge) for edge in node.next_functions)
-    if condition is None or left is None or right is None:
-        return None
-    return graph.call(_ATEN.where.self, condition, left, right)
-
-
 def _attention(operator: str, mask: str = "", **more: Any) -> Build:
     """Scaled dot product attention without dropout, by the kernel that made it; `mask` says what
     that calls the tensor that is added to the scores."""
@@ -247,35 +189,14 @@ _POOL = ("kernel_size", "stride", "padding")
 
 OPERATIONS = {
     **MOVES,
-    "AbsBackward0": RecomputeRule("absolute value", of_saved(_ATEN.abs)),
     "AdaptiveAvgPool2DBackward0": RecomputeRule("pooling", _adaptive("adaptive_avg_pool2d")),
     "AdaptiveMaxPool2DBackward0": RecomputeRule("pooling", _adaptive(_ATEN.adaptive_max_pool2d, 0)),
-    "AddBackward0": RecomputeRule("sum", _add),
     "AddmmBackward0": RecomputeRule("matrix product", _sum_of_product),
-    "AvgPool2DBackward0": RecomputeRule(
-        "pooling",
-        of_saved(_ATEN.avg_pool2d, *_POOL, "ceil_mode", "count_include_pad", "divisor_override"),
-    ),
-    "BaddbmmBackward0": RecomputeRule("matrix product", _batch_product),
-    "BmmBackward0": RecomputeRule("matrix product", _matrix_product(_ATEN.bmm)),
-    "ClampBackward1": RecomputeRule("clamp", of_saved(_ATEN.clamp, "min", "max")),
     "CloneBackward0": RecomputeRule("copy", of_input(_ATEN.clone)),
     "ConvolutionBackward0": RecomputeRule("convolution", _convolution),
-    "CosBackward0": RecomputeRule("cosine", of_saved(_ATEN.cos)),
     "CudnnBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
-    "DivBackward0": RecomputeRule("quotient", _of_two(_ATEN.div.Tensor)),
-    "DivBackward1": RecomputeRule("quotient", of_input(_ATEN.div.Scalar, "other")),
-    "EluBackward0": RecomputeRule("elu", of_saved(_ATEN.elu, "alpha", "scale", "input_scale")),
     "EmbeddingBackward0": RecomputeRule("lookup", _lookup),
-    "ErfBackward0": RecomputeRule("erf", of_saved(_ATEN.erf)),
-    "ExpBackward0": RecomputeRule("exponential", of_input(_ATEN.exp)),
     "FusedRmsNormBackward0": RecomputeRule("RMS norm", _rms_norm),
-    "GeluBackward0": RecomputeRule("gelu", of_saved(_ATEN.gelu, "approximate")),
-    "GluBackward0": RecomputeRule("glu", of_saved(_ATEN.glu, "dim")),
-    "HardsigmoidBackward0": RecomputeRule("hardsigmoid", of_saved(_ATEN.hardsigmoid)),
-    "HardswishBackward0": RecomputeRule("hardswish", of_saved(_ATEN.hardswish)),
-    "HardtanhBackward0": RecomputeRule("hardtanh", of_saved(_ATEN.hardtanh, "min_val", "max_val")),
-    "LeakyReluBackward0": RecomputeRule("leaky relu", of_saved(_ATEN.leaky_relu, "negative_slope")),
     "LogSoftmaxBackward0": RecomputeRule(
         "softmax", of_input(_ATEN.log_softmax.int, "dim", typed=True)
     ),
@@ -284,24 +205,10 @@ OPERATIONS = {
         of_saved(_ATEN.max_pool2d_with_indices, *_POOL, "dilation", "ceil_mode", output=0),
     ),
     "MeanBackward1": RecomputeRule("mean", of_input(_ATEN.mean.dim, "dim", "keepdim", typed=True)),
-    "MishBackward0": RecomputeRule("mish", of_saved(_ATEN.mish)),
-    "MmBackward0": RecomputeRule("matrix product", _matrix_product(_ATEN.mm)),
-    "MulBackward0": RecomputeRule("product", _of_two(_ATEN.mul.Tensor)),
-    "MulBackward1": RecomputeRule("product", of_input(_ATEN.mul.Scalar, "other")),
     "NativeBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
     "NativeDropoutBackward0": RecomputeRule("dropout", _dropout),
     "NativeGroupNormBackward0": RecomputeRule("group norm", _group_norm),
     "NativeLayerNormBackward0": RecomputeRule("layer norm", _layer_norm),
-    "NegBackward0": RecomputeRule("negation", of_input(_ATEN.neg)),
-    "PowBackward0": RecomputeRule("power", of_saved(_ATEN.pow.Tensor_Scalar, "exponent")),
-    "ReflectionPad2DBackward0": RecomputeRule(
-        "padding", of_saved(_ATEN.reflection_pad2d, "padding")
-    ),
-    "ReluBackward0": RecomputeRule("relu", of_input(_ATEN.relu)),
-    "ReplicationPad2DBackward0": RecomputeRule(
-        "padding", of_saved(_ATEN.replication_pad2d, "padding")
-    ),
-    "RsqrtBackward0": RecomputeRule("root", of_input(_ATEN.rsqrt)),
     "SafeSoftmaxBackward0": RecomputeRule(
         "softmax",
         of_input("safe_softmax", "dim", typed=True),
@@ -322,21 +229,10 @@ OPERATIONS = {
         "attention",
         _attention("attention_flash_cpu", "attn_mask"),
     ),
-    "SigmoidBackward0": RecomputeRule("sigmoid", of_input(_ATEN.sigmoid)),
-    "SiluBackward0": RecomputeRule("silu", of_saved(_ATEN.silu)),
-    "SinBackward0": RecomputeRule("sine", of_saved(_ATEN.sin)),
     "SoftmaxBackward0": RecomputeRule("softmax", of_input(_ATEN.softmax.int, "dim", typed=True)),
-    "SoftplusBackward0": RecomputeRule("softplus", of_saved(_ATEN.softplus, "beta", "threshold")),
-    "SqrtBackward0": RecomputeRule("root", of_input(_ATEN.sqrt)),
-    "SubBackward0": RecomputeRule("difference", _subtract),
     "SumBackward1": RecomputeRule(
         "sum", of_input(_ATEN.sum.dim_IntList, "dim", "keepdim", typed=True)
     ),
-    "TanhBackward0": RecomputeRule("tanh", of_input(_ATEN.tanh)),
     "ToCopyBackward0": RecomputeRule("cast", _cast),
-    "UpsampleBicubic2DBackward0": _upsampled(_ATEN.upsample_bicubic2d, "align_corners"),
-    "UpsampleBilinear2DBackward0": _upsampled(_ATEN.upsample_bilinear2d, "align_corners"),
-    "UpsampleNearest2DBackward0": _upsampled(_ATEN.upsample_nearest2d),
     "UpsampleNearestExact2DBackward0": _upsampled("upsample_nearest_exact2d"),
-    "WhereBackward0": RecomputeRule("choice", _where),
 }

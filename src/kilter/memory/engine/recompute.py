@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from kilter.memory.engine import schema_rules
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.leaves import Leaves
 from kilter.memory.engine.operation_graph import (
@@ -32,6 +33,7 @@ from kilter.memory.engine.operation_graph import (
     Operator,
     OperatorCall,
     OperatorCalls,
+    RecomputeRule,
     Slot,
     operator_of,
 )
@@ -118,18 +120,19 @@ class Recipe:
     """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
     __slots__ = (
-        "calls", "closed", "dtype", "given", "in_backward", "node", "parameters", "size",
+        "calls", "closed", "dtype", "given", "in_backward", "kind", "parameters", "size",
         "sources", "stride", "told",
     )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, node: str, calls: OperatorCalls, reader: Reader
+        self, tensor: torch.Tensor, kind: str, calls: OperatorCalls, reader: Reader
     ) -> None:
         self.calls = calls
         """They make the tensor of what is `given`."""
         self.given = tuple(reader.given)
         """It reads these, in this order."""
-        self.node = node
+        self.kind = kind
+        """What the operation is called, for people."""
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.sources = tuple(reader.sources)
         """It reads these saved tensors."""
@@ -141,11 +144,6 @@ class Recipe:
         """The bytes may be evicted inside backward only."""
         self.told = False
         """Whoever may change what it reads has the tensor recomputed before."""
-
-    @property
-    def kind(self) -> str:
-        """What the operation is called, for people."""
-        return OPERATIONS[self.node].kind
 
     def read(self) -> list[object]:
         """What must not change before the tensor is recomputed."""
@@ -253,8 +251,7 @@ class Reader:
             return None
         if base is not tensor and storage._cdata != tensor.untyped_storage()._cdata:
             return None
-        name: str = node.name()
-        operation = OPERATIONS.get(name)
+        operation = _rule_of(node)
         if operation is None or (base.output_nr and not operation.many):
             return None
         self._depth = 1.0
@@ -266,7 +263,7 @@ class Reader:
             result = operation.build(self, shown, base.dtype, base.size())
             if result is None or not self._own(base.nbytes):
                 return None
-            return Recipe(base, name, OperatorCalls(self._calls, result), self)
+            return Recipe(base, operation.kind, OperatorCalls(self._calls, result), self)
         except Foreign:
             return None
         finally:  # what is read is held by the recipe alone
@@ -363,7 +360,7 @@ class Reader:
         """What a node produced: a parameter, something saved, or recomputed from its inputs."""
         node, output = edge
         self._tensor = None
-        if node is None or self._depth > DEPTH:
+        if node is None:
             return None
         if output != 0:
             return self._made(node, output)
@@ -429,10 +426,11 @@ class Reader:
         return held
 
     def _made(self, node: Any, output: int = 0) -> Slot | None:
-        operation = OPERATIONS.get(node.name())
-        if operation is None or (output and not operation.many):
+        real = _real(node)
+        operation = _rule_of(real)
+        if self._depth > DEPTH or operation is None or (output and not operation.many):
             return None
-        if WRITTEN in _real(node).metadata:
+        if WRITTEN in real.metadata:
             raise Foreign("the program has written to what an operation has made")
         like = node._input_metadata[output]  # what comes into it in backward is what it gave
         deeper = VIEW_DEPTH if operation.kind == "view" else 1.0
@@ -454,6 +452,10 @@ class Reader:
             return self._unwritten(parameter)
         except Foreign:
             return None
+
+
+def _rule_of(node: Any) -> RecomputeRule | None:
+    return OPERATIONS.get(node.name()) or schema_rules.rule_of(node)
 
 
 def _real(node: Any) -> Any:

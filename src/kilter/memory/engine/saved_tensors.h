@@ -112,7 +112,7 @@ void name(const py::object& itself, const py::object& saved, const py::object& v
            storage("recipe"), storage("calls"), storage("store"), copies("host"),
            copies("pooled"), copies("departure"), copies("arrival"),
            made("closed"), made("sources"), made("parameters"), made("in_backward"), made("told"),
-           made("calls"), made("node"), made("dtype"), made("size"), made("stride"),
+           made("calls"), made("kind"), made("dtype"), made("size"), made("stride"),
            made("given"), read("tensor"), read("version"), read("take"),
            read("dtype"), list("compiled"), own_one("attributes")};
 }

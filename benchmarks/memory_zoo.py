@@ -99,7 +99,7 @@ def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
                 setattr(config, key, value)
     elif kind == "mamba2":
         config = of_kind(
-            hidden_size=64, num_heads=8, head_dim=16, state_size=8, num_hidden_layers=2,
+            hidden_size=64, num_heads=8, head_dim=16, state_size=8, num_hidden_layers=layers or 2,
             vocab_size=TOKENS, n_groups=2, chunk_size=8,
         )  # fmt: skip
     else:

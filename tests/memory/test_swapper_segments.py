@@ -523,6 +523,27 @@ class Branching(Block):
         return super().forward(x, 0.5 if x.mean() > 0 else 2.0)
 
 
+class Spectral(Block):
+    """Filters with complex numbers, as networks that mix tokens by a Fourier transform do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, 2) * 0.1)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        found = torch.fft.rfft(x.float()) * torch.view_as_complex(self.filter)
+        mixed = torch.fft.irfft(found, n=WIDTH) + torch.fft.fft2(x.float()).real.tanh()
+        return super().forward(x + mixed.to(x.dtype), scale)
+
+
+class Conjugate(Block):
+    """Multiplies with conjugates, which have the memory of what they are conjugates of."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        found = torch.fft.rfft(x)
+        return super().forward(x + torch.fft.irfft(found * found.conj(), n=WIDTH).tanh(), scale)
+
+
 class Noisy(Block):
     """Adds memory that NumPy has made and drawn."""
 
@@ -595,6 +616,8 @@ PROGRAMS: dict[str, tuple[Make, str | None]] = {
     "branch": (lambda: Language(Branching), "Branching"),
     "another's operation": (lambda: Language(Capped), None),
     "drawn by NumPy": (lambda: Language(Noisy), None),
+    "complex numbers": (lambda: Language(Spectral), "Spectral"),
+    "conjugates": (lambda: Language(Conjugate), None),
     "cached": (Caching, "Cached"),
     "subclasses": (lambda: Language(Subclassing), "Subclassing"),
 }

@@ -333,9 +333,10 @@ class Recorder {
   Ref taken(const Tensor& tensor, std::vector<int64_t>& reads) {
     const auto* impl = tensor.unsafeGetTensorImpl();
     if (impl->is_python_dispatch()) throw Foreign("an operation reads a tensor of another class");
-    if (impl->layout() != at::kStrided || tensor.is_complex() || tensor.is_nested() ||
-        !tensor.has_storage())
+    if (impl->layout() != at::kStrided || tensor.is_nested() || !tensor.has_storage())
       throw Foreign("an operation reads a tensor of another layout");
+    if (tensor.is_conj() || tensor.is_neg())
+      throw Foreign("an operation reads numbers that are kept with another sign");
     const int64_t version = tensor._version();
     const auto found = numbers_.find(tensor.storage().unsafeGetStorageImpl());
     int64_t number = -1;

@@ -434,8 +434,10 @@ class OperationRecorder(CallRecorder):
     def _ref(self, tensor: torch.Tensor) -> Ref:
         if type(tensor) not in _KINDS:
             raise Foreign(f"an operation reads a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_nested:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             raise Foreign("an operation reads a tensor of another layout")
+        if tensor.is_conj() or tensor.is_neg():
+            raise Foreign("an operation reads numbers that are kept with another sign")
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         version = tensor._version
         if number is None:

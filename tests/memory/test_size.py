@@ -54,6 +54,7 @@ def observed(net: nn.Module, x: torch.Tensor) -> object:
     return found
 
 
+@pytest.mark.usefixtures("recorder")
 def test_the_same_events_and_data_as_in_a_real_pass() -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(WIDTH, WIDTH)

@@ -127,6 +127,9 @@ class _Memory:
     def spend(self, flops: float, bytes_moved: float) -> None:
         self.now_s += self._clocked.seconds(flops, bytes_moved)
 
+    def use_library(self, compiled: Any) -> None:
+        """Nothing is copied."""
+
     def mark(self) -> CopyEvent:
         return self.now_s
 

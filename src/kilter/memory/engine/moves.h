@@ -14,7 +14,15 @@
 
 namespace {
 
+constexpr auto kKey = c10::DispatchKey::Fake;  // nothing else uses it
 std::atomic<bool> recording{false};  // operations of a call of a module are being recorded
+PyObject* kept_meanwhile = nullptr;  // the list of what autograd is given and the engine does not follow
+
+// Nothing is recorded while it lives.
+struct Unrecorded {
+  Unrecorded() { c10::impl::tls_set_dispatch_key_included(kKey, false); }
+  ~Unrecorded() { c10::impl::tls_set_dispatch_key_included(kKey, recording); }
+};
 
 // One event of a plan, as `packed_steps` of ready.py writes it. What is due are numbers of tensors.
 struct PlannedStep {

@@ -271,15 +271,26 @@ PyObject* use(PyObject* object, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* save_unrecorded(PyObject* object, PyObject* tensor) {
+  const Unrecorded now;
+  return save(object, tensor);
+}
+
 // `TensorHooks._pack`.
 PyObject* pack(PyObject* object, PyObject* tensor) {
   PyObject* hooks = position_of(object)->held.hooks;
-  if (recording) return PyObject_CallMethodOneArg(hooks, names.pack, tensor);
-  PyObject* packed = save(object, tensor);
-  const bool taken = packed != nullptr && PyTuple_CheckExact(packed) && PyTuple_GET_SIZE(packed) == 2;
-  if (packed != Py_None && !taken) return packed;
+  PyObject* packed = recording ? save_unrecorded(object, tensor) : save(object, tensor);
+  const auto size = packed != nullptr && PyTuple_CheckExact(packed) ? PyTuple_GET_SIZE(packed) : 0;
+  if (packed != Py_None && size != 2) {
+    const bool noted = size != 3 || kept_meanwhile == nullptr;
+    if (noted || PyList_Append(kept_meanwhile, packed) == 0) return packed;
+    Py_DECREF(packed);
+    return nullptr;
+  }
   PyObject* all[] = {hooks, tensor, packed};
-  PyObject* found = PyObject_VectorcallMethod(names.pack_any, all, std::size(all), nullptr);
+  PyObject* found =
+      recording ? PyObject_VectorcallMethod(names.pack, all, 2, nullptr)
+                : PyObject_VectorcallMethod(names.pack_any, all, std::size(all), nullptr);
   Py_DECREF(packed);
   return found;
 }

@@ -34,7 +34,6 @@ namespace {
 using at::Tensor;
 using c10::IValue;
 using Stack = torch::jit::Stack;
-constexpr auto kKey = c10::DispatchKey::Fake;  // nothing else uses it
 
 struct Foreign : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -549,11 +548,6 @@ const Rules* rules_of(const c10::OperatorHandle& operation) {
   return rules_known.emplace(schema, std::move(rules)).first->second.get();
 }
 
-struct Unrecorded {
-  Unrecorded() { c10::impl::tls_set_dispatch_key_included(kKey, false); }
-  ~Unrecorded() { c10::impl::tls_set_dispatch_key_included(kKey, recording); }
-};
-
 void met(const c10::OperatorHandle& operation, Stack* stack) {
   const Unrecorded unrecorded;
   std::shared_ptr<Recorder> recorder;
@@ -594,10 +588,13 @@ void listen(bool on) {
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&met>());
 }
 
-void record(std::shared_ptr<Recorder> recorder) {
+// `kept` gets what autograd is given for tensors that are left to it meanwhile.
+void record(std::shared_ptr<Recorder> recorder, py::object kept) {
   std::lock_guard<std::mutex> lock(present_mutex);
   recording = recorder != nullptr;
   present.swap(recorder);  // the one before is freed by the caller, who holds the lock of Python
+  PyObject* before = std::exchange(kept_meanwhile, recording ? kept.release().ptr() : nullptr);
+  Py_XDECREF(before);
 }
 
 // `unrecorded` of recording.py.

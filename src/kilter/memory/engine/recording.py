@@ -549,10 +549,10 @@ class CompiledRecorder(CallRecorder):
         super().__init__()
         self._compiled = compiled
         self._native = compiled.Recorder()
-        compiled.record(self._native)
+        compiled.record(self._native, self.kept)
 
     def stop(self) -> None:
-        self._compiled.record(None)
+        self._compiled.record(None, None)
 
     @property
     def position(self) -> int:

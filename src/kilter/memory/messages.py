@@ -77,9 +77,9 @@ OLDER_GRAPH = Reason(
 UNNEEDED = Reason(
     "unneeded",
     "passes",
-    "passes save tensors that backward does not need, and exceed the budget by them (an evaluation "
-    "outside of torch.no_grad(), say): they run without a plan, and tensors are offloaded as soon "
-    "as the budget is reached",
+    "passes save tensors that their own backward does not need (an evaluation outside of "
+    "torch.no_grad(), or a graph that a later backward goes through), and exceed the budget by "
+    "them: they run without a plan, and tensors are offloaded as soon as the budget is reached",
 )
 
 

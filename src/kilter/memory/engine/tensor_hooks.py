@@ -168,7 +168,8 @@ class TensorHooks:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
         each saved tensor, in forward, where the host is ahead of the device the least. The library
-        has its double, which calls this for what it leaves to Python while it records operations."""
+        has its double, which calls this for what it leaves to Python while operations are
+        recorded."""
         by, position = recording.present, self._position
         packed = None if position is None else position.save(tensor)
         if packed is None or len(packed) == 2:

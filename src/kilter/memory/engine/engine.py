@@ -448,7 +448,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             first,
             self.budget_bytes,
             may_plan=self.may_plan,
-            older=planned.older_in_arena(),
+            older_in_arena=planned.older_in_arena(),
+            older_bytes=store.counts.followed_bytes,
         )
         if candidate is not None:
             candidate.trials += 1

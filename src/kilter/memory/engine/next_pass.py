@@ -168,13 +168,23 @@ class NextPass:
         self.steps = 0
         """Optimizers have made so many steps."""
 
-    def begin(self, first: int, budget_bytes: int, *, may_plan: bool, older: bool) -> Beginning:
+    def begin(
+        self,
+        first: int,
+        budget_bytes: int,
+        *,
+        may_plan: bool,
+        older_in_arena: bool,
+        older_bytes: int,
+    ) -> Beginning:
         """A pass begins with this event. Plans that are to be made are made now, new ones only if
-        that may be. `older` says that an older graph needs the plans' host memory."""
+        that may be. Older graphs have so many bytes of saved tensors; `older_in_arena` says that
+        one of them needs the plans' host memory."""
         self._round += 1
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
-        plan = self._order.plan(_plans(alike))
+        fitting = [kind for kind in alike if kind.fits_beside(older_bytes, budget_bytes)]
+        plan = self._order.plan(_plans(fitting))
         self._scaled = self._expected = None
         if may_plan and candidate is None and not _plans(alike):
             self._look_at_other_sizes(first, budget_bytes)
@@ -182,9 +192,9 @@ class NextPass:
         unknown = self._scaled is None
         watched = candidate is not None or (unknown and self._to_be_watched(alike, plan))
         begun = plan or self._scaled
-        if begun is not None and not watched and older:
+        if begun is not None and not watched and older_in_arena:
             self._tell_of_older_graph()
-        if watched or older:
+        if watched or older_in_arena:
             begun = plan = self._scaled = None
         self._begun = plan
         return Beginning(candidate, watched, begun)

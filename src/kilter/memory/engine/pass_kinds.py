@@ -100,6 +100,14 @@ class PassKind:
             budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.corrections.less_bytes
         )
 
+    def fits_beside(self, older_bytes: int, budget_bytes: int) -> bool:
+        """Its plan serves a pass that begins while older graphs have so many bytes: no more than
+        were there when it was watched, or than the budget leaves room for."""
+        if self.plan is None:
+            return False
+        room_bytes = max(budget_bytes - self.plan.value.peak_bytes, LESS_BESIDE * budget_bytes)
+        return older_bytes - self.record.older_bytes <= room_bytes
+
     @property
     def moves(self) -> bool:
         """Under its plan something is offloaded or recomputed."""

@@ -131,6 +131,8 @@ class PassRecord:
     """These calls of modules were tried with success."""
     begin_bytes: int = 0
     """At least so much was in use when a pass began."""
+    older_bytes: int = 0
+    """Saved tensors of older graphs had up to so many bytes then, on the device and on the host."""
 
     @property
     def whole(self) -> bool:
@@ -168,6 +170,7 @@ class PassRecord:
         assert self.events == other.events
         self.passes += other.passes
         self.begin_bytes = min(self.begin_bytes, other.begin_bytes)
+        self.older_bytes = max(self.older_bytes, other.older_bytes)
         times = zip(self.operation_s, other.operation_s, strict=True)
         self.operation_s = [min(pair) for pair in times]
         levels = zip(self.level_bytes, other.level_bytes, strict=True)
@@ -422,6 +425,7 @@ class PassRecorder:
     segments: list[SavedSegment] = field(default_factory=list)
     backward_from: int | None = None
     begin_bytes: int = 0
+    older_bytes: int = 0
 
     @property
     def event(self) -> int:
@@ -453,6 +457,7 @@ class PassRecorder:
             level_bytes=(self.levels + [last] * count)[:count],
             segments=tuple(self.segments),
             begin_bytes=self.begin_bytes,
+            older_bytes=self.older_bytes,
         )
 
 

@@ -27,6 +27,11 @@ class SavedBytes:
         self.in_bytes = 0
         self.recomputed = 0
 
+    @property
+    def followed_bytes(self) -> int:
+        """What is held, and what has left."""
+        return self.held_bytes + self.evicted_bytes
+
     def begin_pass(self) -> None:
         self.beside_bytes = 0
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes

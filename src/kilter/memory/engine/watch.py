@@ -88,7 +88,9 @@ class Watch:
     ) -> None:
         self._backend = store.backend
         self._store = store
-        self._recorder = PassRecorder(begin_bytes=store.backend.used_bytes() or 0)
+        self._recorder = PassRecorder(
+            begin_bytes=store.backend.used_bytes() or 0, older_bytes=store.counts.followed_bytes
+        )
         self._head_start = HeadStart(store.backend)
         self._paths = ModulePaths()
         self.after_step = after_step

@@ -3,11 +3,14 @@
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+TIMES = float(os.environ.pop("KILTER_TEST_TIMES", "1"))
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +19,16 @@ def _nothing_compiled_before() -> None:
     compiler = sys.modules.get("torch._dynamo.utils")
     if compiler is not None:
         compiler.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def _device_of_another_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`KILTER_TEST_TIMES=20` makes everything take the stand-in twenty times as long. No test may
+    depend on how fast the machine is."""
+    if TIMES != 1:
+        from kilter.memory.engine import CpuStandIn
+
+        monkeypatch.setattr(CpuStandIn, "mark", lambda self: TIMES * time.perf_counter())
 
 
 @pytest.fixture(scope="session")

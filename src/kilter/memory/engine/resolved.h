@@ -441,7 +441,7 @@ class ResolvedRecipe {
   }
 
   py::object reader_;
-  std::vector<py::object> made_;  // what makes the tensor, what the operation is called; its type, size, strides
+  std::vector<py::object> made_;  // the calls, what the operation is called, type, size, strides
   std::vector<FoundNode> nodes_;
   std::vector<std::pair<size_t, uint32_t>> counts_;
   std::vector<std::tuple<size_t, py::object, py::object>> numbers_;

@@ -18,13 +18,13 @@ import torch
 
 from kilter.memory.engine.operation_graph import Graph, RecomputeRule, Slot, number
 
-VIEWS = frozenset(
+VIEW_OPERATORS = frozenset(
     {
         "alias", "diagonal", "permute", "select", "slice", "t", "transpose", "unfold", "unsqueeze",
         "view_as_complex", "view_as_real",
     }
 )  # fmt: skip
-OTHERS = frozenset(
+OTHER_OPERATORS = frozenset(
     {
         "_fft_c2c", "_fft_r2c", "_prelu_kernel", "amax", "amin", "avg_pool2d",
         "avg_pool3d", "baddbmm", "bmm", "channel_shuffle", "flip", "glu", "hardswish", "im2col",
@@ -100,7 +100,9 @@ def _rule(name: str, kind: type, edges: int) -> RecomputeRule | None:
     fitting = [call for one in overloads if (call := _call(one, kind, edges))]
     if len(fitting) != 1:
         return None
-    return RecomputeRule("view" if name in VIEWS else name.replace("_", " "), fitting[0].build)
+    return RecomputeRule(
+        "view" if name in VIEW_OPERATORS else name.replace("_", " "), fitting[0].build
+    )
 
 
 def _overloads(name: str) -> Iterator[Any]:
@@ -110,7 +112,9 @@ def _overloads(name: str) -> Iterator[Any]:
         operator = getattr(packet, overload)
         schema, tags = operator._schema, operator.tags
         random = torch.Tag.nondeterministic_seeded in tags
-        known = name in VIEWS | OTHERS or (torch.Tag.pointwise in tags and not random)
+        known = name in VIEW_OPERATORS | OTHER_OPERATORS or (
+            torch.Tag.pointwise in tags and not random
+        )
         makes_one = [str(found.type) for found in schema.returns] == [_TENSOR]
         if known and makes_one and not schema.is_mutable:
             yield operator

@@ -28,7 +28,7 @@ OTHER_OPERATORS = frozenset(
     {
         "_fft_c2c", "_fft_r2c", "_prelu_kernel", "amax", "amin", "avg_pool2d",
         "avg_pool3d", "baddbmm", "bmm", "channel_shuffle", "flip", "glu", "hardswish", "im2col",
-        "logsumexp", "mm", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d",
+        "leaky_relu", "logsumexp", "mm", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d",
         "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d",
         "replication_pad2d", "replication_pad3d", "roll", "std", "tril", "triu",
         "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
@@ -116,7 +116,8 @@ def _overloads(name: str) -> Iterator[Any]:
             torch.Tag.pointwise in tags and not random
         )
         makes_one = [str(found.type) for found in schema.returns] == [_TENSOR]
-        if known and makes_one and not schema.is_mutable:
+        by_number = "name" not in overload.lower()  # else dimensions have names
+        if known and makes_one and by_number and not schema.is_mutable:
             yield operator
 
 

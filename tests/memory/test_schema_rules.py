@@ -135,6 +135,11 @@ BY_NAME: dict[str, Operation] = {
     "upsample_bilinear2d": lambda x, y: F.interpolate(x, scale_factor=1.5, mode="bilinear"),
     "upsample_linear1d": lambda x, y: F.interpolate(x[0], scale_factor=1.5, mode="linear"),
     "upsample_nearest1d": lambda x, y: F.interpolate(x[0], size=17),
+    "_upsample_nearest_exact1d": lambda x, y: F.interpolate(x[0], size=17, mode="nearest-exact"),
+    "_upsample_nearest_exact2d": lambda x, y: F.interpolate(x, size=17, mode="nearest-exact"),
+    "_upsample_nearest_exact3d": lambda x, y: F.interpolate(
+        x[None], size=(5, 9, 17), mode="nearest-exact"
+    ),
     "upsample_nearest2d": lambda x, y: F.interpolate(x, size=17),
     "upsample_nearest3d": lambda x, y: F.interpolate(x[None], scale_factor=2),
     "upsample_trilinear3d": lambda x, y: F.interpolate(x[None], scale_factor=2, mode="trilinear"),

@@ -225,7 +225,7 @@ BODIES |= {
         "upsample nearest2d", on_planes(lambda x: F.interpolate(x.relu(), scale_factor=2))
     ),
     "UpsampleNearestExact2DBackward0": (
-        "upsampling",
+        "upsample nearest exact2d",
         on_planes(lambda x: F.interpolate(x.relu(), scale_factor=2, mode="nearest-exact")),
     ),
     "WhereBackward0": ("where", after(lambda x: torch.where(x > 0, x.sin(), x.cos()))),

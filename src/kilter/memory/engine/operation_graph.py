@@ -185,14 +185,12 @@ def _signed(found: Any) -> Any:
     return found - 2**64 if type(found) is int and found >= 2**63 else found
 
 
-def of_saved(
-    operator: Operator, *names: str, source: str = "self", output: int | None = None
-) -> Build:
+def of_saved(operator: Operator, *names: str, output: int | None = None) -> Build:
     """An operator of an input that its node saved, and of numbers that the node keeps under the
     names of the arguments."""
 
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Slot | None:
-        read = graph.saved(node, f"_raw_saved_{source}")
+        read = graph.saved(node, "_raw_saved_self")
         return read and graph.call(operator, read, output=output, **_numbers(node, names))
 
     return build

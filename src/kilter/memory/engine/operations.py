@@ -1,10 +1,10 @@
-"""The operations that recipes can recompute, by the name of their node in autograd's graph.
+"""Operations whose node does not keep all that a recipe needs, by the name of their node.
 
-These are operations that cost little beside the bytes that they save (casts, activations, norms,
-softmax, pooling, sums, products, dropout from its mask), those that only move elements
-(`moved_elements.py`), and attention, matrix products and convolutions for the planner to weigh.
-Nothing here draws a random number or changes a module's state. To add one: a builder (see
-`operation_graph.py`), its line in `OPERATIONS`, and a case in `test_swapper_operations.py`.
+Most operators need no line here: `schema_rules.py` makes their rules. Here are casts, norms,
+softmax, sums and means along dimensions, dropout from its mask, attention, convolutions, and
+products with a bias; `moved_elements.py` has those that only move elements. Nothing here draws a
+random number or changes a module's state. To add one: a builder (see `operation_graph.py`), its
+line in `OPERATIONS`, and a case in `test_swapper_operations.py`.
 """
 
 from __future__ import annotations
@@ -180,13 +180,6 @@ def _adaptive(operator: Operator, output: int | None = None) -> Build:
     return build
 
 
-def _upsampled(operator: Operator, *names: str) -> RecomputeRule:
-    build = of_input(operator, "output_size", *names, "scales_h", "scales_w")
-    return RecomputeRule("upsampling", build)
-
-
-_POOL = ("kernel_size", "stride", "padding")
-
 OPERATIONS = {
     **MOVES,
     "AdaptiveAvgPool2DBackward0": RecomputeRule("pooling", _adaptive("adaptive_avg_pool2d")),
@@ -202,7 +195,11 @@ OPERATIONS = {
     ),
     "MaxPool2DWithIndicesBackward0": RecomputeRule(
         "pooling",
-        of_saved(_ATEN.max_pool2d_with_indices, *_POOL, "dilation", "ceil_mode", output=0),
+        of_saved(
+            _ATEN.max_pool2d_with_indices,
+            *("kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+            output=0,
+        ),
     ),
     "MeanBackward1": RecomputeRule("mean", of_input(_ATEN.mean.dim, "dim", "keepdim", typed=True)),
     "NativeBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
@@ -234,5 +231,4 @@ OPERATIONS = {
         "sum", of_input(_ATEN.sum.dim_IntList, "dim", "keepdim", typed=True)
     ),
     "ToCopyBackward0": RecomputeRule("cast", _cast),
-    "UpsampleNearestExact2DBackward0": _upsampled("upsample_nearest_exact2d"),
 }

@@ -132,7 +132,8 @@ class PassRecord:
     begin_bytes: int = 0
     """At least so much was in use when a pass began."""
     older_bytes: int = 0
-    """Saved tensors of older graphs had up to so many bytes then, on the device and on the host."""
+    """Saved tensors of older graphs that the engine follows had up to so many bytes then, on the
+    device and on the host."""
 
     @property
     def whole(self) -> bool:

@@ -2,9 +2,9 @@
 
 The node that produced a tensor names the operation, and its own saved inputs are the very tensors
 that the operation read, so a recipe is right by construction: there is no matching of shapes or
-positions. It is taken anew in every pass, and holds what it reads: by a builder (the operations
-that are known are in `operations.py`), or in places that are known from an earlier pass
-(`resolved.py`).
+positions. It is taken anew in every pass, and holds what it reads: by a builder (`schema_rules.py`
+and `operations.py` have the operations that are known), or in places that are known from an earlier
+pass (`resolved.py`).
 
 An evicted tensor exists as its recipe only, so the sources of the recipe must still be there,
 unchanged, when backward needs the tensor. A source is one of

@@ -26,6 +26,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <unordered_set>
 #include <vector>
 
@@ -590,9 +591,11 @@ void listen(bool on) {
 
 // `kept` gets what autograd is given for tensors that are left to it meanwhile.
 void record(std::shared_ptr<Recorder> recorder, py::object kept) {
-  std::lock_guard<std::mutex> lock(present_mutex);
-  recording = recorder != nullptr;
-  present.swap(recorder);  // the one before is freed by the caller, who holds the lock of Python
+  {
+    std::lock_guard<std::mutex> lock(present_mutex);
+    recording = recorder != nullptr;
+    present.swap(recorder);  // the one before is freed by the caller, who holds the lock of Python
+  }
   PyObject* before = std::exchange(kept_meanwhile, recording ? kept.release().ptr() : nullptr);
   Py_XDECREF(before);
 }

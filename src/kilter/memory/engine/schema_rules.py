@@ -1,10 +1,10 @@
 """Rules of operators whose schema tells how to recompute what they made.
 
-A node of autograd's graph is named after the operator that made it, and keeps what that read under
-the names that the schema has. So an operator can be recomputed if its node tells all that it was
-given. No list is kept of those that work element by element, which PyTorch tags; of others those
-are known by name of which it is certain that they make the same bits again. Where two operators of
-a name fit, or part of what one was given is not in the node, there is no rule.
+A node of autograd's graph is named after the operator that made it, and keeps that operator's
+arguments under their names in the schema. So the operator can be called again if its node keeps all
+arguments, or leads to them. PyTorch tags the operators that work element by element, so they need
+no list. Others are listed here by name: those that make the same bits from the same arguments.
+There is no rule where an argument is missing, or where two operators of a name fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ OTHER_OPERATORS = frozenset(
         "reflection_pad2d", "reflection_pad3d", "repeat", "replication_pad1d",
         "replication_pad2d", "replication_pad3d", "roll", "std", "tril", "triu",
         "upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d",
-        "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d", "var",
+        "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_trilinear3d", "var",
     }
 )  # fmt: skip
 _NODE = re.compile(r"([A-Z]\w*?)Backward\d+")
@@ -122,16 +123,16 @@ def _overloads(name: str) -> Iterator[Any]:
 
 
 def _call(operator: Any, kind: type, edges: int) -> _Call | None:
-    """The call of this operator, if nodes of this class tell what it was given."""
+    """The call of this operator, if nodes of this class keep its arguments, or lead to them."""
     schema = operator._schema.arguments
     saved = {one.name for one in schema if hasattr(kind, f"_raw_saved_{one.name}")}
-    told = {one.name for one in schema if hasattr(kind, f"_saved_{one.name}")}
+    kept = {one.name for one in schema if hasattr(kind, f"_saved_{one.name}")}
     tensors = [one.name for one in schema if str(one.type) == _TENSOR]
     numbers = {one.name for one in schema if _is_number(one)}
-    # What is saved is a tensor, and what else is told is not.
-    if len(tensors) + len(numbers) < len(schema) or numbers - told or numbers & saved:
+    # This overload was called only if tensors stand where it has tensors, and numbers elsewhere.
+    if len(tensors) + len(numbers) < len(schema) or numbers - kept or numbers & saved:
         return None
-    if told.intersection(tensors) - saved:
+    if kept.intersection(tensors) - saved:
         return None
     # A tensor that is never differentiated (a mask) has no edge.
     differentiated = tensors if edges == len(tensors) else [t for t in tensors if t not in saved]

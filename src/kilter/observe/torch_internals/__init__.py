@@ -100,7 +100,6 @@ TABLE = {
     "attention_cudnn": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention", NO_RECIPE),
     "adaptive_avg_pool2d": Internal("torch.ops.aten._adaptive_avg_pool2d", NO_RECIPE),
     "safe_softmax": Internal("torch.ops.aten._safe_softmax", NO_RECIPE),
-    "upsample_nearest_exact2d": Internal("torch.ops.aten._upsample_nearest_exact2d", NO_RECIPE),
     # Modes
     "dispatch_mode_depth": Internal("torch._C._len_torch_dispatch_stack", NO_MEMORY),
     "function_mode_depth": Internal("torch._C._len_torch_function_stack", NO_MEMORY),

@@ -244,6 +244,44 @@ def test_beside_gradients_that_are_consumed(fused: bool, room_bytes: int | None)
     assert report.out_bytes == 10 * report.offloaded_bytes  # one copy after each update, no more
 
 
+def test_a_weight_that_only_longer_passes_have_updated() -> None:
+    """As those of experts to which later batches are not routed."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side, self.rest = nn.Linear(WIDTH, WIDTH), network()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            side, rest = self.side(x), self.rest(x)
+            return side + rest if x[0, 0] > 0 else rest
+
+    def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
+        x = batch()
+        x[0, 0] = 1.0 if number < 9 and number % 2 == 0 else -1.0
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    plain, _ = trained(make=Routed, stepping=stepping, steps=16)
+    weights = mover()
+    consuming = StateMover(
+        CpuStandIn(),
+        link=LINK,
+        gradients="consume",
+        bucket_bytes=4000,
+        min_bytes=512,
+        before_update=weights.before_update,
+    )
+    with consuming:
+        moved, report = trained(weights, make=Routed, stepping=stepping, steps=16)
+    assert same(plain, moved)
+    assert report is not None
+    assert report.moving
+
+
 def test_accumulation_leaves_in_each_pass() -> None:
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         total = 0.0

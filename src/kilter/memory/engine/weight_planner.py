@@ -115,13 +115,16 @@ class WeightPlanner:
             needed_at = arrivals.get(weight.use.marker, len(ticks) - 1)
             if weight.use.needed_at is not None:
                 needed_at = max(turn, min(needed_at, weight.use.needed_at))
+            updated_at = weight.use.updated_at
+            if updated_at is not None and updated_at >= len(ticks):
+                updated_at = None  # that was in a longer pass: here it may be as late as the step
             mine.append(weight)
             planned.append(
                 Weight(
                     size_bytes=weight.size_bytes,
                     used_at=used_at[weight],
                     needed_at=needed_at,
-                    updated_at=weight.use.updated_at,
+                    updated_at=updated_at,
                 )
             )
         plan = plan_weights(

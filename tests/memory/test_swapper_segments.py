@@ -6,6 +6,7 @@ import random
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments
+from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments, trial
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
@@ -918,6 +919,63 @@ def test_calls_are_tried_and_left_again_while_the_job_runs() -> None:
     assert equal(plain, found)
     assert [calls for _, calls in seen] == [False] * 6 + [True, False]
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_operations_are_not_tried_again_with_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapper = within(0.36, Language, text, segments=False)
+    read, readers = Counter[int](), trial.Reader.read
+
+    def reading(reader: Any, tensor: Tensor) -> Any:
+        read[world["step"]] += 1
+        return readers(reader, tensor)
+
+    def batch() -> Tensor:
+        if world["step"] == 5:
+            swapper.recompute(calls=True)
+        return text()
+
+    monkeypatch.setattr(trial.Reader, "read", reading)
+    with swapper:
+        found = trained(Language, batch)
+        (record,) = swapper.records()
+    assert equal(trained(Language, text), found)
+    assert read[5] == 0 < max(read.values())  # other passes are tried, or run under a plan
+    assert record.segments
+    assert any(datum.recompute_s is not None for datum in record.data)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_what_is_compared_comes_back_once(share: float) -> None:
+    """Calls are tried one in the other, four times each; and what they read is resident then."""
+    copies = Counter[tuple[int, str]]()
+
+    class Counting(CpuTime):
+        def copy_out(self, host: Tensor, device: Tensor) -> Any:
+            copies[world["step"], "out"] += 1
+            return super().copy_out(host, device)
+
+        def copy_in(self, device: Tensor, host: Tensor) -> Any:
+            copies[world["step"], "in"] += 1
+            return super().copy_in(device, host)
+
+    swapper = Swapper(
+        Counting(spoil=True),
+        budget_bytes=int(share * peak_bytes(Language, text)),
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=True,
+    )
+    tried = []
+
+    def batch() -> Tensor:
+        tried.append(swapper.tried)
+        return text()
+
+    with swapper:
+        found = trained(Language, batch)
+    assert equal(trained(Language, text), found)
+    step = tried.index(True) - 2  # what a pass has shown is known once the next one has begun
+    assert 0 < copies[step, "in"] <= copies[step, "out"]
 
 
 @pytest.mark.usefixtures("recomputed")

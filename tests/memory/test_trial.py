@@ -13,7 +13,7 @@ from kilter.memory import messages
 from kilter.memory.engine import CpuStandIn
 from kilter.memory.engine.head_start import HeadStart
 from kilter.memory.engine.store import Store
-from kilter.memory.engine.trial import RecomputeTrial, Repeated, same_bytes
+from kilter.memory.engine.trial import RecomputeTrial, Repeated, TrialTerms, same_bytes
 
 
 @given(st.binary(max_size=40), st.data())
@@ -37,7 +37,7 @@ def test_numbers_that_equal_nothing_have_the_same_bytes() -> None:
 def test_each_has_its_own_outcome(rows: list[list[tuple[bool, bool]]]) -> None:
     backend = CpuStandIn()
     refused: dict[Reason, None] = {}
-    trial = RecomputeTrial(Store(backend), HeadStart(backend), 0, refused)
+    trial = RecomputeTrial(Store(backend), HeadStart(backend), TrialTerms(), refused)
     taken = []
     for number, row in enumerate(rows):
         equal = [torch.tensor(same) if on_device else same for same, on_device in row]

@@ -458,9 +458,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned.counts.watched += 1
             self._watch = Watch(
                 store,
-                trial=candidate is not None,
+                trial=None if candidate is None else candidate.trial_terms(self.budget_bytes),
                 after_step=self._next.steps > 0,
-                expected_bytes=candidate.saved_bytes if candidate is not None else 0,
             )
         if watched or plan is not None:
             self._collector.hold()
@@ -507,8 +506,8 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _file(self, watch: Watch, record: PassRecord) -> None:
         self._kinds.refused |= watch.refused
-        if watch.trial:
-            self._kinds.tried(record)
+        if watch.trial is not None:
+            self._kinds.tried(record, operations=watch.trial.terms.operations)
             return
         self._kinds.watched(record, weighed=watch.after_step)
         self._demand.learn(watch.peak_bytes, self.budget_bytes)

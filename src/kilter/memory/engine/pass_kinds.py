@@ -32,6 +32,7 @@ from kilter.memory.engine.plan_feedback import (
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.resolved import ResolvedRecipes
 from kilter.memory.engine.store import Store
+from kilter.memory.engine.trial import TrialTerms
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
 from kilter.memory.kept_calls import KeptCalls
@@ -71,6 +72,8 @@ class PassKind:
     tried: bool = False
     """Its recipes were tried against the real tensors."""
     trials: int = 0
+    calls_alone: bool = False
+    """Its recipes were tried, and calls of modules were not: that is to come."""
     segments: tuple[SavedSegment, ...] = ()
     """The plan may recompute each of these calls of modules, or parts of them, at one time."""
     kept: KeptCalls | None = None
@@ -93,6 +96,14 @@ class PassKind:
     def saved_bytes(self) -> int:
         """What autograd keeps in such a pass."""
         return sum(datum.size_bytes for datum in self.record.data)
+
+    def trial_terms(self, budget_bytes: int) -> TrialTerms:
+        """What is to be tried in a pass of this kind."""
+        return TrialTerms(
+            operations=not self.calls_alone,
+            expected_bytes=self.saved_bytes,
+            budget_bytes=budget_bytes,
+        )
 
     def may_use(self, budget_bytes: int) -> int:
         """What a plan may count on."""
@@ -232,7 +243,9 @@ class PassKinds:
             if calls and kind.tried and not kind.record.segments:
                 before = kind.corrections
                 after = Corrections(less_bytes=before.less_bytes, slow=before.slow)
-                self._by_events[events] = PassKind(kind.record, weighed=True, corrections=after)
+                self._by_events[events] = PassKind(
+                    kind.record, weighed=True, calls_alone=True, corrections=after
+                )
             elif not calls:
                 kind.record.segments = ()
                 kind.outdated |= kind.plan is not None and (otherwise or bool(kind.plan.segments))
@@ -306,17 +319,21 @@ class PassKinds:
         self._expected = PassKind(record, weighed=True)
         return self._expected
 
-    def tried(self, record: PassRecord) -> None:
-        """A pass was watched while its tensors were recomputed beside the real ones. It may be of
-        another kind than the one for which that was done, or of none that is known."""
+    def tried(self, record: PassRecord, *, operations: bool) -> None:
+        """A pass was watched while its tensors were recomputed beside the real ones, by single
+        `operations` too. It may be of another kind than the one for which that was done, or of none
+        that is known."""
         expected, self._expected = self._expected, None
         kind = self._by_events.get(record.events)
         if kind is None and expected is not None and expected.record.events == record.events:
             kind = expected
             self._add(kind)
-        if kind is None:
+        if kind is None or not (operations or kind.calls_alone):
             return
-        kind.record.learn(record)
+        if operations:
+            kind.record.learn(record)
+        else:
+            kind.record.segments = record.segments
         times = zip(kind.record.operation_s, record.operation_s, strict=True)
         kind.record.operation_s = [min(pair) for pair in times]
         kind.tried = True

@@ -15,7 +15,7 @@ from kilter.memory.engine.pass_record import SavedSegment
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Foreign, Unlike
 from kilter.memory.engine.segments import ModuleCall, ModuleCalls, tensors_in
-from kilter.memory.engine.store import PREFETCHING, Saved, Store
+from kilter.memory.engine.store import EVICTED, PREFETCHING, Saved, Store
 from kilter.memory.engine.trial import Equal, same_bytes
 from kilter.memory.engine.watch import Watch
 
@@ -143,7 +143,7 @@ class SegmentPass:
             if storage is not None and saved.key not in returned and not saved.cast:
                 members[storage] = saved
         total_bytes = sum(saved.size_bytes for saved in members.values())
-        if not members or total_bytes > LARGEST_SHARE * trial.expected_bytes:
+        if not members or total_bytes > LARGEST_SHARE * trial.terms.expected_bytes:
             return
         try:
             call.ended(members, watch.saved_since(0))
@@ -179,15 +179,16 @@ class SegmentPass:
             trial.refuse(messages.recipe_of_sharded_weights(name))
             return
         backend = self._backend
-        backend.peak_bytes()
-        before_bytes = backend.used_bytes()
+        made_bytes = sum(saved.size_bytes for saved in members)
         try:
+            self._bring_back(members, trial.terms.budget_bytes - made_bytes)
+            backend.peak_bytes()
+            before_bytes = backend.used_bytes()
             repeated = trial.repeat(call.run, lambda made: self._compare(members, made))
         except (Unlike, Modified, RuntimeError) as error:
             trial.refuse(messages.segment_failed(name, error))
             return
         peak_bytes = backend.peak_bytes()
-        made_bytes = sum(saved.size_bytes for saved in members)
         extra_bytes = 0
         if peak_bytes is not None and before_bytes is not None:
             extra_bytes = max(0, peak_bytes - before_bytes - made_bytes)
@@ -212,14 +213,25 @@ class SegmentPass:
 
         trial.when_over(repeated, takes, messages.segment_differs(name))
 
+    def _bring_back(self, members: Sequence[Saved], budget_bytes: int) -> None:
+        """Fetch what backward is about to need, if that fits."""
+        missing_bytes = sum(saved.size_bytes for saved in members if saved.state == EVICTED)
+        counts, used_bytes = self._store.counts, self._backend.used_bytes()
+        if used_bytes is None:  # only the engine's own count is to be had
+            used_bytes = counts.held_bytes + counts.beside_bytes
+        fits = used_bytes + missing_bytes <= budget_bytes
+        for saved in members:
+            if saved.state == PREFETCHING or (fits and saved.state == EVICTED):
+                self._store.fetch(saved)
+
     def _compare(self, members: Sequence[Saved], made: Sequence[torch.Tensor]) -> list[Equal]:
         pairs = zip(members, made, strict=True)
         return [same_bytes(self._alias_of(saved), one) for saved, one in pairs]
 
     def _alias_of(self, saved: Saved) -> torch.Tensor:
-        """A tensor, or a copy of it where it was offloaded on demand."""
+        """A tensor, or a copy of it where there was no room to bring it back."""
         alias, host = saved.alias, saved.host
-        if saved.state == PREFETCHING or alias is None:
+        if alias is None:
             assert host is not None
             alias = self._backend.alloc_like(host)
             self._backend.wait(self._backend.copy_in(alias, host))

@@ -22,6 +22,7 @@ from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.norms import note_epsilon
 from kilter.memory.engine.pass_record import PassRecord, again_code, use_code
 from kilter.memory.engine.store import Pass, Store, View, kept, whole
+from kilter.memory.engine.trial import TrialTerms
 from kilter.memory.engine.watch import Watch
 from kilter.memory.plan.state import Update, in_buckets
 from kilter.model.roofline import Roofline
@@ -399,7 +400,7 @@ class _Job:
             if type(module) is torch.nn.LayerNorm
         ]
         self._within = self._store.begin()
-        self._watch = watch = Watch(self._store, trial=trial)
+        self._watch = watch = Watch(self._store, trial=TrialTerms() if trial else None)
         memory.peak_bytes()
 
         def forward_and_backward() -> None:

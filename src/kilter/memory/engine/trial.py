@@ -39,6 +39,17 @@ class Repeated:
     """When each time began and ended."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTerms:
+    """What is tried in a pass, and within what."""
+
+    operations: bool = True
+    """Single operations are tried, not calls of modules alone."""
+    expected_bytes: int = 0
+    """Passes of this kind save so much."""
+    budget_bytes: int = 0
+
+
 class RecomputeTrial:
     """Reads recipes as tensors are saved, and carries them out when backward needs the tensors."""
 
@@ -46,7 +57,7 @@ class RecomputeTrial:
         self,
         store: Store,
         head_start: HeadStart,
-        expected_bytes: int,
+        terms: TrialTerms,
         refused: dict[Reason, None],
     ) -> None:
         self._backend = store.backend
@@ -54,8 +65,7 @@ class RecomputeTrial:
         self._head_start = head_start
         self._repeated: list[tuple[Repeated, Callable[[float], None], Reason]] = []
         self._reader = Reader(store)
-        self.expected_bytes = expected_bytes
-        """Passes of this kind save so much."""
+        self.terms = terms
         self._refused = refused
         self._read: dict[int, torch.UntypedStorage] = {}
         """It holds, by identity, storages of large parameters that recipes read."""
@@ -85,6 +95,8 @@ class RecomputeTrial:
     def save(self, saved: Saved, tensor: torch.Tensor, datum: SavedTensor) -> None:
         """Read how the tensor can be recomputed."""
         self._store.mark(self._store.view(saved, tensor), tensor)
+        if not self.terms.operations:
+            return
         recipe = saved.recipe = self._reader.read(tensor)
         if recipe is not None:
             datum.recipe = recipe.kind

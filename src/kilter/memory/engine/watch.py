@@ -15,7 +15,7 @@ from kilter.memory.engine.head_start import HeadStart
 from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.store import Saved, Store
-from kilter.memory.engine.trial import RecomputeTrial
+from kilter.memory.engine.trial import RecomputeTrial, TrialTerms
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -74,17 +74,15 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class Watch:
-    """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one; passes
-    of its kind save `expected_bytes` then. `after_step` says that the pass began after an optimizer
-    had stepped."""
+    """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one.
+    `after_step` says that the pass began after an optimizer had stepped."""
 
     def __init__(
         self,
         store: Store,
         *,
-        trial: bool = False,
+        trial: TrialTerms | None = None,
         after_step: bool = False,
-        expected_bytes: int = 0,
     ) -> None:
         self._backend = store.backend
         self._store = store
@@ -98,7 +96,7 @@ class Watch:
         self.refused: dict[Reason, None] = {}
         """Why something is not recomputed, each reason once."""
         self.trial = (
-            RecomputeTrial(store, self._head_start, expected_bytes, self.refused) if trial else None
+            None if trial is None else RecomputeTrial(store, self._head_start, trial, self.refused)
         )
         self.peak_bytes = 0
         """At most this was in use so far, where that is measured."""

@@ -4,12 +4,12 @@
 
 For each model of `memory_libraries.py` the arms are those of `memory_host.py`. The thread of
 forward and the one of backward are sampled twice a millisecond (`frames.c`, built by `cc`) in
-iterations that wait for the device; a table in DIR/MODEL.txt says how many milliseconds of an
-iteration each library and each function takes in each arm, by phase: in itself by library, then
-with all it calls; then the same below the first frame of kilter's library. Rows are in the order of
-how much more the second arm takes than the first. Sampling slows what it samples by up to a half,
-and more where stacks are deep: compare arms, not times with those of other scripts. Functions of
-Python show as the interpreter; what a library does not export shows as `?`.
+iterations that wait for the device; after each arm a table in DIR/MODEL.txt says how many
+milliseconds of an iteration each library and each function takes in each arm, by phase: in itself
+by library, then with all it calls; then the same below the first frame of kilter's library. Rows
+are in the order of how much more the second arm takes than the first. Sampling slows what it
+samples by up to a half, and more where stacks are deep: compare arms, not times with those of other
+scripts. Functions of Python show as the interpreter; what a library does not export shows as `?`.
 """
 
 from __future__ import annotations
@@ -208,12 +208,13 @@ def main() -> None:
                 found.append(times)
                 plans = [(plan.swapped, plan.recomputed) for plan in governed.report().plans]
                 print(f"{name:13} {arm.name:14} {took_ms:7.1f} ms, sampled; {plans}", flush=True)
+                text = [" ".join(arm.name for arm in arms[: len(found)])]
+                text += [table("alone", [t.alone for t in found])]
+                text += [table("with what it calls", [t.whole for t in found])]
+                text += [table("below kilter's library", [t.ours for t in found])]
+                (args.out / f"{name}.txt").write_text("\n".join(text) + "\n")
                 del training
                 gc.collect()
-            text = [" ".join(arm.name for arm in arms), table("alone", [t.alone for t in found])]
-            text += [table("with what it calls", [t.whole for t in found])]
-            text += [table("below kilter's library", [t.ours for t in found])]
-            (args.out / f"{name}.txt").write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

@@ -944,9 +944,9 @@ def test_operations_are_not_tried_again_with_calls(monkeypatch: pytest.MonkeyPat
     assert any(datum.recompute_s is not None for datum in record.data)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.8])
-def test_what_is_compared_comes_back_once(share: float) -> None:
-    """Calls are tried one in the other, four times each; and what they read is resident then."""
+@pytest.mark.parametrize(("share", "most"), [(0.8, 1.0), (0.5, 1.0), (0.15, 1.6)])
+def test_what_is_compared_comes_back_once_where_there_is_room(share: float, most: float) -> None:
+    """Calls are tried one in the other, four times each. Without room they are compared twice."""
     copies = Counter[tuple[int, str]]()
 
     class Counting(CpuTime):
@@ -975,7 +975,7 @@ def test_what_is_compared_comes_back_once(share: float) -> None:
         found = trained(Language, batch)
     assert equal(trained(Language, text), found)
     step = tried.index(True) - 2  # what a pass has shown is known once the next one has begun
-    assert 0 < copies[step, "in"] <= copies[step, "out"]
+    assert 0 < copies[step, "in"] <= most * copies[step, "out"]
 
 
 @pytest.mark.usefixtures("recomputed")

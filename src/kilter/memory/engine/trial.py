@@ -118,7 +118,7 @@ class RecomputeTrial:
         alias = saved.alias
         assert alias is not None
         try:
-            repeated = self.repeat(found.make, lambda made: [same_bytes(alias, made)])
+            repeated = self.repeat(found.make, lambda made, _: [same_bytes(alias, made)])
         except (Unlike, Modified, torch.OutOfMemoryError) as error:
             self.refuse(messages.recipe_failed(datum.name, error))
             return
@@ -128,8 +128,8 @@ class RecomputeTrial:
 
         self.when_over(repeated, takes, messages.recipe_differs(datum.name))
 
-    def repeat(self, make: Callable[[], T], compare: Callable[[T], list[Equal]]) -> Repeated:
-        """Recompute something some times, and compare what is made each time."""
+    def repeat(self, make: Callable[[], T], compare: Callable[[T, int], list[Equal]]) -> Repeated:
+        """Recompute something some times, and compare what is made in each of these turns."""
         equal, marks = [], []
         for turn in range(1 + WATCH_REPEATS):
             self._head_start.renew()
@@ -137,7 +137,7 @@ class RecomputeTrial:
             made = self._store.carried_out(make)
             if turn:  # by then what it reads is resident, and its kernels are loaded
                 marks.append((begin, self._backend.mark()))
-            equal += compare(made)
+            equal += compare(made, turn)
             del made
         return Repeated(equal, marks)
 

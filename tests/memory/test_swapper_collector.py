@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine import CpuStandIn, Swapper, pass_kinds
 from kilter.memory.plan.problem import Link
 
 FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
@@ -70,6 +71,20 @@ def test_it_waits_for_the_end_of_the_pass(loop: Loop) -> None:
     value = loop.forward()
     assert loop.probe.seen == [False]
     value.backward()
+    assert collects()
+
+
+def test_it_does_not_run_while_a_plan_is_made(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, plan = list[bool](), pass_kinds.plan
+
+    def planning(*args: Any, **options: Any) -> Any:
+        seen.append(collects())
+        return plan(*args, **options)
+
+    monkeypatch.setattr(pass_kinds, "plan", planning)
+    loop.swapper.limit(110_000)  # plan anew
+    loop.step()
+    assert seen == [False]
     assert collects()
 
 

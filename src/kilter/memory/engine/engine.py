@@ -444,6 +444,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._open, self._boundary = True, False
         self._demand.begin(first)
         within = store.begin(stream, self._pass_is_over)
+        self._collector.hold()
         candidate, watched, plan = self._next.begin(
             first,
             self.budget_bytes,
@@ -461,8 +462,8 @@ class Swapper(AbstractContextManager["Swapper"]):
                 trial=None if candidate is None else candidate.trial_terms(self.budget_bytes),
                 after_step=self._next.steps > 0,
             )
-        if watched or plan is not None:
-            self._collector.hold()
+        elif plan is None:
+            self._collector.let_go()
         planned.begin(plan, self.budget_bytes, self.hooks.use_library)
         planned.segments.begin_pass(self._watch, plan)
         return within

@@ -225,7 +225,8 @@ def leave_modes():
         pass
     torch.clear_autocast_cache()
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        if top[0].__module__.startswith("kilter."):
+        whose = top[0].__module__ or type(top[0].__self__).__module__  # the library's have none
+        if whose.startswith("kilter"):
             break
         torch._C._autograd._pop_saved_tensors_default_hooks()
 

@@ -299,8 +299,7 @@ class Demand:
         being saved is in use, but not counted among saved tensors yet."""
         used_bytes = self._store.backend.used_bytes()
         if used_bytes is None:
-            counts = self._store.counts
-            return counts.held_bytes + counts.beside_bytes + saved_bytes - budget_bytes
+            return self._store.counts.on_device_bytes + saved_bytes - budget_bytes
         return used_bytes - self.offload_above_bytes(budget_bytes)
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:

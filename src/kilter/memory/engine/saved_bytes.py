@@ -32,13 +32,18 @@ class SavedBytes:
         """What is held, and what has left."""
         return self.held_bytes + self.evicted_bytes
 
+    @property
+    def on_device_bytes(self) -> int:
+        """What all saved tensors hold, followed or not."""
+        return self.held_bytes + self.beside_bytes
+
     def begin_pass(self) -> None:
         self.beside_bytes = 0
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
 
     def hold(self, change_bytes: int) -> None:
         self.held_bytes += change_bytes
-        held_bytes = self.held_bytes + self.beside_bytes
+        held_bytes = self.on_device_bytes
         if held_bytes > self.segment_peak_bytes:
             self.segment_peak_bytes = held_bytes
             if held_bytes > self.held_peak_bytes:

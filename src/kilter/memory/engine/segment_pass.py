@@ -217,13 +217,13 @@ class SegmentPass:
 
         trial.when_over(repeated, takes, messages.segment_differs(name))
 
-    def _bring_back(self, members: Sequence[Saved], budget_bytes: int) -> None:
-        """Fetch what backward is about to need, if that fits."""
+    def _bring_back(self, members: Sequence[Saved], most_bytes: int) -> None:
+        """Fetch what backward is about to need, if no more than that is in use then."""
         missing_bytes = sum(saved.size_bytes for saved in members if saved.state == EVICTED)
-        counts, used_bytes = self._store.counts, self._backend.used_bytes()
+        used_bytes = self._backend.used_bytes()
         if used_bytes is None:  # only the engine's own count is to be had
-            used_bytes = counts.held_bytes + counts.beside_bytes
-        fits = used_bytes + missing_bytes <= budget_bytes
+            used_bytes = self._store.counts.on_device_bytes
+        fits = used_bytes + missing_bytes <= most_bytes
         for saved in members:
             if saved.state == PREFETCHING or (fits and saved.state == EVICTED):
                 self._store.fetch(saved)

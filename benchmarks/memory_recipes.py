@@ -14,6 +14,7 @@ torchvision, timm and diffusers on two small images, both on the CPU.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -164,7 +165,7 @@ def observed(
         return max(swapper.records(), key=lambda found: len(found.data))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--most", type=int, default=6, help="kinds without a recipe to print")
@@ -185,11 +186,13 @@ def main() -> None:
         kinds = [kind for names, _ in FAMILIES.values() for kind in names.split()]
         cases = kinds if args.zoo == "all" else args.zoo.split(",")
         look = partial(of_zoo, layers=args.layers)
+    failed = False
     for case in cases:
         try:
             record = look(case)
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
-            print(f"{case}: not built: {str(error)[:90]}", flush=True)
+            print(f"{case}: not tried, {type(error).__name__}: {error}", flush=True)
+            failed = True
             continue
         data = record.data
         called = {number for segment in record.segments for number in record.members(segment)}
@@ -214,7 +217,8 @@ def main() -> None:
                 left[datum.name.split(": ", 1)[-1] + inside] += datum.size_bytes
         for name, size_bytes in left.most_common(args.most):
             print(f"  {size_bytes / total_bytes:5.1%}  {name}", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,6 @@ and ends when the test takes its lamp away; nothing here waits for a fixed time.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -558,9 +557,10 @@ def test_the_stages_of_a_pipeline_are_tried_one_after_the_other(
         box.wait_for(lambda: len(box.fake.setters()) >= 5)
         code, _, err = box.end()
         assert code == 0, err
-        cards = [call.card for call in box.fake.setters()[:5]]
-        changes = sum(one != other for one, other in itertools.pairwise(cards))
-        assert changes <= 1, cards
+        held: set[int] = set()
+        for call in box.fake.setters()[:5]:  # a candidate may also be given up at once
+            (held.discard if call.name.startswith("nvmlDeviceReset") else held.add)(call.card)
+            assert len(held) <= 1
         assert not box.locked(0)
         assert not box.locked(1)
         assert box.of(Failed) == box.of(Failed, 1) == []

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kilter.core.errors import UsageError
 from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.governed_optimizer import StepSeen
 from kilter.memory.engine.gradients import GradientConsumed
 from kilter.memory.engine.state import StateMover, StateReport
 from kilter.memory.host_memory import HostLimit
@@ -797,6 +798,74 @@ def test_gradients_stay_after_a_streamed_step() -> None:
             optimizer.zero_grad()
 
 
+class Filled(CpuStandIn):
+    """A device on which so much is in use beside the state."""
+
+    def __init__(self, beside_bytes: int) -> None:
+        super().__init__(lag=8)
+        self.beside_bytes = beside_bytes
+        self.mover: StateMover | None = None
+        self.most_bytes = 0
+
+    def used_bytes(self) -> int:
+        assert self.mover is not None
+        return self.beside_bytes + self.mover._stream.held_bytes
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Any:
+        self.most_bytes = max(self.most_bytes, self.used_bytes() + device.numel())
+        return super().copy_in(device, host)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("later_bytes", [100_000, 125_000])
+def test_state_has_the_room_that_a_step_leaves(fused: bool, later_bytes: int) -> None:
+    """All that streams comes back at once, beside the update of what stays, if there is room for it
+    in a fused step. Later steps may have less: they are planned anew."""
+    plain, _ = trained(lambda net: adamw(net, fused=fused))
+    net = network()
+    optimizer = adamw(net, fused=fused)
+    device = Filled(100_000)
+    device.mover = StateMover(
+        device, link=LINK, gradients="keep", room_bytes=16_000, bucket_bytes=2048, min_bytes=256
+    )
+    budget_bytes = 145_000
+    device.mover.keep_within(budget_bytes)
+    with device.mover:
+        for number in range(STEPS):
+            if number == 4:
+                device.beside_bytes = later_bytes
+            step(net, optimizer, number)
+            if number == 4:  # planned anew since
+                device.most_bytes = 0
+        report, most_bytes = device.mover.report(), device.most_bytes
+    (plan,) = report.plans
+    assert report.state_bytes <= 16_000
+    if later_bytes == 100_000:
+        assert (plan.peak_bytes > 16_000) == fused
+        assert set(plan.begin) == plan.streamed or not fused
+        assert report.late == 0
+    assert most_bytes <= budget_bytes
+    assert same(plain, values(net, optimizer))
+
+
+def test_a_step_that_raises_is_done_again() -> None:
+    """What streams was updated; with its copies under way the program goes on."""
+    net = network()
+    optimizer = adamw(net)
+    with mover(room_bytes=7_700, gradients="keep"):
+        for number in range(STEPS):
+            backward(net)
+            if number == 4:
+                group = optimizer.param_groups[0]
+                rate, group["lr"] = group["lr"], "none"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
 def test_no_host_memory() -> None:
     plain, _ = trained(adamw)
     net = network()
@@ -1078,3 +1147,17 @@ def test_beside_the_swapper(mode: str) -> None:
                     assert state.report().late == 0
         found.append(values(net, optimizer))
     assert same(*found)
+
+
+def test_updates_are_timed_wherever_they_are_done() -> None:
+    """By the program's own step, by ours, or partly by each."""
+    for ours, own in ((6, 2), (0, 8), (8, 0)):
+        seen = StepSeen()
+        for begun_s in range(ours):
+            seen.updated(begun_s, begun_s + 0.5, 100)
+        seen.own_step_begins(10.0, 100 * own)
+        seen.ended(10.0 + 0.5 * own, lambda begin, end: end - begin)
+        assert seen.update_s_per_byte == pytest.approx(0.005)
+    seen.own_step_begins(20.0, 0)
+    seen.ended(20.0, lambda begin, end: end - begin)
+    assert seen.update_s_per_byte == pytest.approx(0.005)  # nothing new is known

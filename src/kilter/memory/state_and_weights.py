@@ -106,6 +106,7 @@ class StateAndWeightPolicy:
         self._iteration_ends += 1
         mover = self.mover
         if mover is not None:
+            mover.keep_within(budget_bytes)
             self.report = mover.report()
         self.weights.iteration_ended()
         if self.settled:

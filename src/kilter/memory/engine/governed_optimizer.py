@@ -65,6 +65,8 @@ class RoundOfVisits:
         self.visited: set[int] = set()
         self.updated: set[int] = set()
         """These buckets were updated in this round."""
+        self.room_bytes = 0
+        """State may take so much in it."""
 
     def end(self) -> None:
         """All updates are done."""
@@ -106,6 +108,43 @@ class GradientEvidence:
         self.seen.clear()
 
 
+class StepSeen:
+    """What a step has shown after which it was planned how state streams."""
+
+    def __init__(self) -> None:
+        self.update_s_per_byte = 0.0
+        """An update takes so long for each byte of gradients; 0: not known."""
+        self.room_bytes = 0
+        """State may take so much in a step; 0: not known."""
+        self.missed = 0
+        """So many steps had less room than that."""
+        self.looks = False
+        """The present step is looked at."""
+        self._updates: list[tuple[CopyEvent, CopyEvent, int]] = []
+        """Begin and end of updates, for so many bytes of gradients."""
+        self._own: tuple[CopyEvent, int] | None = None
+
+    def updated(self, begun: CopyEvent, end: CopyEvent, gradient_bytes: int) -> None:
+        """What is resident was updated, with nothing to wait for."""
+        self._updates.append((begun, end, gradient_bytes))
+
+    def own_step_begins(self, begun: CopyEvent, gradient_bytes: int) -> None:
+        """The rest of the step is the program's own."""
+        self._own = begun, gradient_bytes
+
+    def ended(self, end: CopyEvent, elapsed_s: Callable[[CopyEvent, CopyEvent], float]) -> None:
+        """The step that was looked at was issued; may wait for it."""
+        if self._own is not None:
+            begun, own_bytes = self._own
+            self.updated(begun, end, own_bytes)
+        gradient_bytes = sum(size_bytes for _, _, size_bytes in self._updates)
+        if gradient_bytes:
+            took_s = sum(elapsed_s(begun, end) for begun, end, _ in self._updates)
+            self.update_s_per_byte = took_s / gradient_bytes
+        self.looks, self._own = False, None
+        self._updates.clear()
+
+
 class GovernedOptimizer:
     """One optimizer: its gradients, its state, and what was decided for both."""
 
@@ -116,6 +155,7 @@ class GovernedOptimizer:
         self.state = StateInBuckets()
         self.round = RoundOfVisits()
         self.evidence = GradientEvidence()
+        self.step_seen = StepSeen()
         self.told = False
         """Whether `changed` was last called while gradients were consumed."""
         self.followed: list[Followed] = []

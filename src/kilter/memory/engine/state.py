@@ -356,16 +356,23 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._check_unchanged(governed)
         for f in governed.followed:
             f.steps()
+        if governed.phase is GradientPhase.KEEPING and self._to_plan(governed):
+            self._rounds.look(governed)
         if governed.state.streams:
             if not governed.round.open:
                 self._rounds.begin(governed)
-            for number, bucket in enumerate(governed.state.buckets):
-                if bucket.streamed or governed.state.plan is None:
-                    self._rounds.visit(governed, number, keep=True)
-                else:  # left to the program's own step
-                    self._rounds.pass_by(governed, number)
-        self._rounds.end(governed)
+            self._rounds.visit_in_step(governed)
+        if governed.step_seen.looks:
+            left_bytes = self._rounds.gradient_bytes(f.parameter for f in governed.followed)
+            governed.step_seen.own_step_begins(self._backend.mark(), left_bytes)
         self._access.quiet = True
+
+    def _to_plan(self, governed: GovernedOptimizer) -> bool:
+        """After this step it is planned how its state streams."""
+        state = governed.state
+        given = self.room_bytes is not None
+        anew = state.plan is None or state.anew or self.room_bytes != state.room_bytes
+        return given and governed.fit and anew
 
     def _check_unchanged(self, governed: GovernedOptimizer) -> None:
         """The step is to be the one that the updates in backward were made for."""
@@ -396,6 +403,9 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _settle(self, governed: GovernedOptimizer) -> None:
         """Between a step and the next backward: decide what the next iteration does."""
         governed.steps += 1
+        if governed.step_seen.looks:
+            governed.step_seen.ended(self._backend.mark(), self._backend.elapsed_s)
+        self._rounds.end(governed)
         governed.evidence.end(self._backend.elapsed_s)
         armed = governed.phase is GradientPhase.WATCHING and governed.steps >= WATCHED_STEPS
         if armed:
@@ -440,6 +450,10 @@ class StateMover(AbstractContextManager["StateMover"]):
         if at != sorted(at):
             return None
         return Visits(self._rounds.cuts(governed), at, governed.state.plan)
+
+    def keep_within(self, budget_bytes: int) -> None:
+        """State that comes back for a step has room up to this budget."""
+        self._rounds.budget_bytes = budget_bytes
 
     def make_room(self, room_bytes: int, chosen: StatePlan | None = None) -> None:
         """From the next step on at most `room_bytes` of state are on the device. The state of the

@@ -144,6 +144,27 @@ def plan_state(buckets: Sequence[Bucket], *, room_bytes: int, link: Link) -> Sta
     return stream(replace(problem, visits=tuple(range(0, 2 * count + 1, 2))), buckets, at)
 
 
+def plan_step(
+    buckets: Sequence[Bucket],
+    updates_s: Sequence[float],
+    *,
+    room_bytes: int,
+    step_room_bytes: int,
+    link: Link,
+) -> StatePlan:
+    """At most `room_bytes` of state on the device between the optimizer's steps, and
+    `step_room_bytes` in a step, which updates one bucket after the other, each in so much time.
+    `PlanError` if not even one bucket at a time fits.
+
+    What is between two steps is one operation here, in which no state moves; the others are the
+    updates.
+    """
+    total_bytes, count = sum(b.state_bytes for b in buckets), len(buckets)
+    levels = (total_bytes + step_room_bytes - room_bytes, *[total_bytes] * count)
+    problem = Problem((0.0, *updates_s), levels, (), link, step_room_bytes)
+    return stream(replace(problem, visits=tuple(range(1, count + 2))), buckets, range(1, count + 1))
+
+
 def stream(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> StatePlan:
     """The state that streams, so that the iteration takes least time; none, if that is fast enough
     (`STREAMING_WORTH`).

@@ -66,10 +66,11 @@ class Engine:
         return counts
 
     budget_bytes: int = 47
+    fingerprint: str = "as ever"
 
     def largest_pass(self) -> Any:
         data = [SimpleNamespace(size_bytes=60)] * self.tensors
-        return SimpleNamespace(peak_bytes=77, data=data, fingerprint="as ever")
+        return SimpleNamespace(peak_bytes=77, data=data, fingerprint=self.fingerprint)
 
     def exchange(self, others: Any) -> str:
         self.exchanged.append(others)
@@ -106,9 +107,9 @@ def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
     choice = choice_of(engine, times)
     for duration_s in durations_s:
         for _ in range(MEASURED):
-            choice.iteration_ended(settled=True)
+            choice.iteration_ended(met=True, settled=True)
             times.planned_s.append(duration_s)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     return choice
 
 
@@ -136,7 +137,7 @@ def host_late(*durations_s: float) -> tuple[Engine, RecomputeChoice]:
     choice = choice_of(engine, times)
     for duration_s in durations_s:
         times.planned_s.extend([duration_s] * MEASURED)
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     return engine, choice
 
 
@@ -144,7 +145,7 @@ def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     times = IterationTimes()
     times.planned_s.extend([0.131] * MEASURED)
     unknown = Engine()
-    choice_of(unknown, times).iteration_ended(settled=True)
+    choice_of(unknown, times).iteration_ended(met=True, settled=True)
     assert (unknown.asked, unknown.each_s) == ([True], [HOST_EACH_S])
     known, _ = host_late(0.131, 0.120)
     each_s = (0.131 - 0.091 - 0.02) / 200
@@ -178,7 +179,7 @@ def test_without_a_plan_that_counts_the_host_the_one_before_comes_back() -> None
     engine, choice = host_late(0.131)
     for _ in range(PATIENCE):
         assert engine.asked == [False]
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [False, False, True]
     assert engine.each_s[1] == 0.0
 
@@ -188,14 +189,14 @@ def test_at_once_is_tried_where_at_once_is_recomputed_or_the_budget_does_not_sta
     assert not chosen(engine, 0.1, 0.1).decided
     times = IterationTimes()
     times.planned_s.extend([0.1] * MEASURED)
-    choice_of(engine, times).iteration_ended(settled=False)
+    choice_of(engine, times).iteration_ended(met=True, settled=False)
     assert engine.asked == []
 
 
 def test_without_a_call_that_is_worth_it_operations_stay() -> None:
     engine = Engine(worth=False)
     choice = chosen(engine, 0.1)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [True, False]
     assert choice.words.endswith("no call of a module is worth recomputing")
 
@@ -212,7 +213,7 @@ def test_where_no_plan_comes_operations_come_back() -> None:
     choice = chosen(engine, 0.1)
     for _ in range(PATIENCE):
         assert choice.words == ""
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [True, False]
     assert choice.words.endswith("got no plan in time")
 
@@ -301,11 +302,11 @@ def test_a_run_chooses_and_says_what_it_measured(
 def test_a_way_that_gets_no_plan_is_named() -> None:
     model, engine, times = _Model(), Engine(), IterationTimes()
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     model(torch.randn(4, 64))
     times.planned_s.extend([0.131] * MEASURED)
     for _ in range(PATIENCE + 2):
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert choice.words == (
         "single operations are recomputed: the model's own checkpointing got no plan in time"
     )
@@ -461,11 +462,11 @@ def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said()
     model, engine, times = _Model(), Engine(), IterationTimes()
     model.use_cache = True
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     model(torch.randn(4, 64))
     for _ in range(2):
         times.planned_s.extend([0.131] * MEASURED)
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert engine.asked[0] is True  # calls are tried in its place
     assert choice.words.endswith("config.use_cache = False allows it")
     assert not model.layers[0].gradient_checkpointing
@@ -487,14 +488,14 @@ def test_where_shapes_keep_changing_own_checkpointing_is_compared_with_no_plan(
 ) -> None:
     model, engine, times = _Model(), Engine(spilled=3), IterationTimes()
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=False, changing=True)
+    choice.iteration_ended(met=True, settled=False, changing=True)
     model(torch.randn(4, 64))
     for duration_s in (0.3, own_s, 0.3):
         times.mixed_s.extend([duration_s] * (MIXED - 1))
-        choice.iteration_ended(settled=False, changing=True)
+        choice.iteration_ended(met=True, settled=False, changing=True)
         assert not choice.decided
         times.mixed_s.append(duration_s)
-        choice.iteration_ended(settled=False, changing=True)
+        choice.iteration_ended(met=True, settled=False, changing=True)
     assert choice.words.startswith(words)
     assert choice.words.endswith(
         "300 ms with tensors recomputed by plans or offloaded on demand [measured]"
@@ -507,10 +508,10 @@ def test_where_shapes_keep_changing_own_checkpointing_is_compared_with_no_plan(
 def test_where_shapes_change_and_all_fits_nothing_is_compared() -> None:
     model, engine, times = _Model(), Engine(spilled=0), IterationTimes()
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=False, changing=True)
+    choice.iteration_ended(met=True, settled=False, changing=True)
     model(torch.randn(4, 64))
     times.mixed_s.extend([0.1] * MIXED)
-    choice.iteration_ended(settled=False, changing=True)
+    choice.iteration_ended(met=True, settled=False, changing=True)
     assert not choice.decided
     assert not model.layers[0].gradient_checkpointing
 
@@ -627,13 +628,13 @@ def test_ways_take_turns_until_one_is_faster(
 ) -> None:
     model, times, engine = _Model(), IterationTimes(), Engine()
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     model(torch.randn(4, 64))
 
     def turn(duration_s: float) -> list[bool]:
         assert choice.words == ""
         times.planned_s.extend([duration_s] * MEASURED)
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
         return [layer.gradient_checkpointing for layer in model.layers]
 
     covered = [True, True, False]  # 30 of 60 bytes have to go, and some more
@@ -670,15 +671,15 @@ def test_calls_wait_for_what_records_them() -> None:
         return next(built)
 
     choice = choice_of(engine, times, None, can_record)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert asked == []
     for duration_s in (0.131, 9.0, 9.0, 9.0):
         assert engine.asked == []
         times.planned_s.extend([duration_s] * MEASURED)
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [True]
     times.planned_s.extend([0.1] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert choice.words.endswith(
         "100 ms an iteration with calls of modules, 131 ms with single operations [measured]"
     )
@@ -691,7 +692,7 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     times.plain_s.append(0.110)
     times.planned_s.extend([0.131] * MEASURED)
     choice = choice_of(engine, times)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [True] * (stall_s > 0.0)
     assert choice.words.endswith("nothing waits for the host or for copies") is (stall_s == 0.0)
 
@@ -700,10 +701,10 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
 def test_checkpointing_is_tried_where_a_plan_that_only_offloads_waits(plan_s: float) -> None:
     model, engine, times = _Model(), Engine(recomputed=0, plan_s=plan_s), IterationTimes()
     choice = choice_of(engine, times, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     model(torch.randn(4, 64))
     times.planned_s.extend([0.131] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert model.layers[0].gradient_checkpointing is (plan_s == 0.1)
 
 
@@ -720,10 +721,10 @@ def beginning_with(
     """A job after the iteration that is looked at for models."""
     model, times = _Model(), IterationTimes()
     choice = choice_of(engine, times, own, kept=found)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     if own is not None:
         model(torch.randn(4, 64))
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     return choice, times, model
 
 
@@ -739,7 +740,7 @@ def test_the_checkpointing_that_an_earlier_run_chose_is_on_at_once() -> None:
     choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
     assert on(model) == [True, False, False]
     times.planned_s.extend([9.9] * MEASURED)  # nothing is compared with it
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert choice.words == f"the model's own checkpointing is on (_Model): {CHOSE}"
     assert (choice.kept, engine.asked, on(model)) == (found, [], [True, False, False])
 
@@ -750,7 +751,7 @@ def test_calls_that_an_earlier_run_chose_are_recomputed_at_once() -> None:
     choice, times, _ = beginning_with(found, engine, None)
     assert (engine.asked, engine.each_s, engine.kept) == ([True], [2e-4], [calls])
     times.planned_s.extend([9.9] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert choice.words == f"calls of modules are recomputed where they pay: {CHOSE}"
 
 
@@ -766,9 +767,24 @@ def test_plans_count_the_host_at_once_as_in_an_earlier_run(way: RecomputeWay) ->
     engine = Engine()
     choice, times, _ = beginning_with(kept(way), engine, OwnCheckpointing(FENCE))
     times.planned_s.extend([0.131] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert choice.decided
     assert (engine.asked, engine.each_s) == ([False], [2e-4])
+
+
+def test_an_earlier_choice_does_not_wait_for_a_plan() -> None:
+    """It is taken once a pass is known to be as it was then."""
+    engine, calls = Engine(), (KeptCalls("as ever", (KeptCall("Block", 1, 2, (3,)),), 9, 0.1, 0.1),)
+    choice = choice_of(
+        engine, IterationTimes(), kept=kept(RecomputeWay.CALLS, models="", calls=calls)
+    )
+    choice.iteration_ended(met=False, settled=False)
+    engine.fingerprint = "a first pass, unlike the others"
+    choice.iteration_ended(met=True, settled=False)
+    assert engine.asked == []
+    engine.fingerprint = "as ever"
+    choice.iteration_ended(met=True, settled=False)
+    assert (engine.asked, engine.kept) == ([True], [calls])
 
 
 @pytest.mark.parametrize("changes", [{"models": "Other"}, {"events": "others"}])
@@ -777,19 +793,19 @@ def test_another_model_or_pass_is_compared_as_ever(changes: dict[str, str]) -> N
     choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
     assert on(model) == [False] * 3
     times.planned_s.extend([0.131] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert on(model) == [True, True, False]  # by what this run has seen
 
 
 def test_where_no_call_is_worth_it_any_more_the_ways_are_compared() -> None:
     engine, found = Engine(worth=False), kept(RecomputeWay.CALLS)
     choice, times, model = beginning_with(found, engine, OwnCheckpointing(FENCE))
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert (engine.asked, choice.words) == ([True, False], "")
     for duration_s in (0.131, 0.08, 0.131):
         times.planned_s.extend([duration_s] * MEASURED)
-        choice.iteration_ended(settled=True)
-    choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
+    choice.iteration_ended(met=True, settled=True)
     words = "the model's own checkpointing is on (_Model): 80 ms an iteration with"
     assert choice.words.startswith(words)
     assert choice.words.endswith("no call of a module is worth recomputing")
@@ -804,10 +820,10 @@ def test_where_the_checkpointing_gets_no_plan_any_more_the_ways_are_compared() -
     choice, times, model = beginning_with(kept(RecomputeWay.OWN), engine, OwnCheckpointing(FENCE))
     for _ in range(PATIENCE):
         assert on(model) == [True, False, False]
-        choice.iteration_ended(settled=True)
+        choice.iteration_ended(met=True, settled=True)
     assert (choice.words, on(model)) == ("", [False] * 3)
     times.planned_s.extend([0.131] * MEASURED)
-    choice.iteration_ended(settled=True)
+    choice.iteration_ended(met=True, settled=True)
     assert on(model) == [True, True, False]
 
 

@@ -142,6 +142,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+class Roomy(CpuStandIn):
+    """Little of its memory is in use."""
+
+    def used_bytes(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
 class Program:
     traits: tuple[str, ...]
@@ -155,6 +162,8 @@ class Program:
     room: float
     away: float
     lag: int
+    roomy: bool = False
+    """In a step there is room for all state."""
     look: tuple[str, str, str] = ("", "", "")
     """What the program does to optimizer state now and then, how, and at which moment."""
 
@@ -180,6 +189,7 @@ programs = st.builds(
     room=st.sampled_from((0.0, 0.3, 0.7, 2.0)),
     away=st.sampled_from((0.3, 1.0)),
     lag=st.sampled_from((0, 2, 8)),
+    roomy=st.booleans(),
     look=looks,
 ).filter(
     # With gradients consumed, state and parameters are new before the step is called. Nothing
@@ -387,7 +397,7 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
 
         if "state" in program.movers:
             mover = StateMover(
-                CpuStandIn(lag=program.lag),
+                (Roomy if program.roomy else CpuStandIn)(lag=program.lag),
                 link=H200_PCIE5,
                 gradients=program.gradients,
                 room_bytes=int(program.room * weight_bytes),
@@ -396,6 +406,7 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
                 before_update=before_update,
                 changed=changed,
             )
+            mover.keep_within(2**30)
             stack.enter_context(mover)
             stack.callback(lambda: reports.append(mover.report()))
         if swapper is not None:

@@ -257,13 +257,20 @@ class GovernedJob:
         decided = not self._compiled.searching and (policy is None or policy.mover is None)
         return mostly and decided and self._budget.in_force.size_bytes is not None
 
+    @property
+    def _met(self) -> bool:
+        """The budget is in force, and a pass was watched."""
+        return self._budget.in_force.size_bytes is not None and bool(self._swapper.records())
+
     def _choose(self) -> None:
         """Single operations or calls of modules."""
         choice = self._choice
         if choice is not None and not choice.decided and self._swapper.hooks.in_thread:
             report = self._swapper.report()
             choice.iteration_ended(
-                settled=self._stands and report.settled, changing=self._changing(report)
+                met=self._met,
+                settled=self._stands and report.settled,
+                changing=self._changing(report),
             )
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")

@@ -11,7 +11,8 @@ Where shapes keep changing, passes have the plan of a larger one, or none, and t
 on demand. Then that is compared with the model's own checkpointing, by all iterations.
 
 A job that comes again begins with the way that its last run has measured to be the fastest
-(`kept_recompute.py`), and compares them only where that way is not to be had any more.
+(`kept_recompute.py`), before it has made a plan, and compares them only where that way is not to be
+had any more.
 
 Several ranks choose together: at the end of each turn they agree on what the slowest has measured
 (`rank_agreement.py`), so that all go on alike from the same iteration.
@@ -105,13 +106,14 @@ class RecomputeChoice:
         self._ranks.tick()
         self._history.tick()
 
-    def iteration_ended(self, *, settled: bool, changing: bool = False) -> None:
-        """`settled` says that the job's budget and plans stand, but for this choice; `changing`
-        that its shapes keep changing, so that they never will."""
+    def iteration_ended(self, *, met: bool, settled: bool, changing: bool = False) -> None:
+        """`met` says that the job's budget is in force and a pass was watched, `settled` that its
+        plans stand, but for this choice; `changing` that its shapes keep changing, so that they
+        never will."""
         if changing != self._changing and not self._comparison.begun:
             self._changing = changing
             self._times.mixed_s.clear()
-        if not (self._ranks.said or self._say(settled)):
+        if not (self._ranks.said or self._say(met, settled)):
             return
         heard = self._ranks.heard()
         if heard is not None:
@@ -139,12 +141,15 @@ class RecomputeChoice:
         self.keep()
         self._history.tick()
 
-    def _say(self, settled: bool) -> bool:
+    def _say(self, met: bool, settled: bool) -> bool:
         """Whether the turn of this rank is over, and the others are told."""
         operations = self.in_force.way is RecomputeWay.OPERATIONS
         settled |= self._changing
-        if self._note is None and not (operations and not (settled and self._looked())):
-            self._note = self._earlier() if self._begins else self._turn()
+        if self._begins and self._note is None:
+            self._note = self._earlier(met, settled)
+        turns = not self._begins and (not operations or (settled and self._looked()))
+        if turns and self._note is None:
+            self._note = self._turn()
         note = self._note
         if note is None:
             return False
@@ -193,20 +198,30 @@ class RecomputeChoice:
                 return False
             own = self.in_force.models
             self._comparison.other = RecomputeWay.OWN if own else RecomputeWay.CALLS
+        if not self._comparison.begun:
             self._note_pass()
         return True
 
-    def _earlier(self) -> TurnNote | None:
-        """What an earlier run has chosen, where passes are as they were then; None: not known."""
-        kept = self._history.last
-        if not self._history.known:
-            return None
-        job = (self.in_force.models, self.plain.events)
-        if kept is not None and (kept.models, kept.events) != job:
-            kept = None
-        if kept is None and self._ranks.alone:
+    def _earlier(self, met: bool, settled: bool) -> TurnNote | None:
+        """What an earlier run has chosen, as soon as passes are as they were then; None: not known.
+        What is not found until plans stand is not waited for."""
+        history, alone = self._history, self._ranks.alone
+        if alone and history.known and history.last is None:
             self._begins = False
-            return self._turn()
+            return None
+        if not (history.known and (met or settled) and self._looked()):
+            return None
+        kept = history.last
+        if kept is not None and (kept.models, kept.events) != (
+            self.in_force.models,
+            self.plain.events,
+        ):
+            if not settled:
+                return None
+            kept = None
+        if kept is None and alone:
+            self._begins = False
+            return None
         return self._note_of(None, self._no_calls, kept)
 
     def _begin_with(self, kept: KeptRecompute) -> None:
@@ -228,7 +243,6 @@ class RecomputeChoice:
         self.kept = None
         self.in_force.take(RecomputeWay.OPERATIONS, kept.share)
         self._host.count(0.0)
-        self._note_pass()
 
     def _turn(self) -> TurnNote | None:
         """The present way was measured, or will not be. None: neither."""

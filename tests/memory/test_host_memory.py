@@ -201,3 +201,32 @@ def test_sizes_that_change_reserve_nothing_anew() -> None:
         for block in reversed(blocks):
             pool.put(block)
     assert host.number == reserved
+
+
+def test_what_the_pool_keeps_for_later_is_given_back_to_others() -> None:
+    """As much as is missing, in whole pieces; what tensors use stays."""
+    unit = PART_UNIT
+    host = Host(HostLimit(100 * unit))
+    pool = HostPool(host)  # type: ignore[arg-type]
+    used = [pool.take(40 * unit), pool.take(20 * unit), pool.take(30 * unit)]
+    for block in used[1:]:
+        pool.put(block)
+    host.reserve(10 * unit)  # it was left
+    assert pool.taken_bytes == 90 * unit
+    host.reserve(15 * unit)
+    assert pool.taken_bytes == 70 * unit
+    host.reserve(20 * unit)
+    assert pool.taken_bytes == 40 * unit
+    with pytest.raises(HostMemoryError):
+        host.reserve(20 * unit)
+    assert host.out[used[0].piece.memory] == 40 * unit
+
+
+def test_a_larger_piece_than_is_needed_costs_nobody_anything() -> None:
+    unit = PART_UNIT
+    host = Host(HostLimit(122 * unit))
+    pool = HostPool(host)  # type: ignore[arg-type]
+    pool.take(80 * unit)
+    pool.put(pool.take(8 * unit))
+    pool.take(21 * unit)  # a quarter of what there is would be more than is left
+    assert sorted(host.out.values()) == [20 * unit, 21 * unit, 80 * unit]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,13 +35,22 @@ class HostLimit:
         """Without a number there is no limit."""
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
+        self._idle: list[Callable[[int], None]] = []
 
     @property
     def left_bytes(self) -> int | None:
         return None if self.limit_bytes is None else self.limit_bytes - self.taken_bytes
 
+    def when_short(self, give_back: Callable[[int], None]) -> None:
+        """It is called with a number of bytes where so many are missing, to give back what is kept
+        for later."""
+        self._idle.append(give_back)
+
     def take(self, size_bytes: int) -> None:
         """`HostMemoryError` if that is more than is left; nothing is taken then."""
+        for give_back in self._idle:
+            if self.left_bytes is not None and size_bytes > self.left_bytes:
+                give_back(size_bytes - self.left_bytes)
         left_bytes = self.left_bytes
         if left_bytes is not None and size_bytes > left_bytes:
             raise HostMemoryError(

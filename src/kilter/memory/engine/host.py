@@ -91,6 +91,7 @@ class HostPool:
         go at any moment, in the middle of one too, where the collector finds it."""
         self._idle = 0
         """So many passes have taken nothing, since one that has."""
+        backend.host.when_short(self.give_back)
 
     @property
     def taken_bytes(self) -> int:
@@ -121,10 +122,18 @@ class HostPool:
 
     def empty(self) -> None:
         """Give back the pieces that no tensor uses."""
+        self.give_back(self.taken_bytes)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Give back so much of what no tensor uses, in whole pieces, the smallest first."""
         self._join()
-        for piece in [piece for piece in self._pieces if piece.unused]:
+        unused = [piece for piece in self._pieces if piece.unused]
+        for piece in sorted(unused, key=lambda piece: piece.size_bytes):
+            if size_bytes <= 0:
+                return
             self._backend.give_back(piece.memory)
             self._pieces.remove(piece)
+            size_bytes -= piece.size_bytes
 
     def forget(self) -> None:
         """The backend was closed, and all of its host memory went with that."""
@@ -147,12 +156,15 @@ class HostPool:
         return min(fitting, default=None)
 
     def _new(self, size_bytes: int) -> _Piece:
+        left_bytes = self._backend.host.left_bytes
         for ample_bytes in (max(size_bytes, self.taken_bytes // GROWTH), size_bytes):
+            if ample_bytes > size_bytes and left_bytes is not None and ample_bytes > left_bytes:
+                continue  # what is free elsewhere is not given back for that
             try:
                 return _Piece(self._backend.reserve(ample_bytes), ample_bytes)
             except HostMemoryError:
                 pass
-        self.empty()
+        self.empty()  # the host itself may be short
         return _Piece(self._backend.reserve(size_bytes), size_bytes)
 
 

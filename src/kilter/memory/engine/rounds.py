@@ -24,7 +24,7 @@ from kilter.memory.plan.state import Bucket, StatePlan, plan_state, plan_step
 if TYPE_CHECKING:
     import torch
 
-RESERVE = 128
+FREE_IN_STEP = 128
 """Of the budget one part in so many is left free in a step: allocations are rounded up."""
 MISSED = 2
 """Another plan is made at most so many times because a step had less room than the one before."""
@@ -98,7 +98,7 @@ class Rounds:
         used_bytes = self._backend.used_bytes()
         if used_bytes is None or self.budget_bytes is None:
             return None
-        return self.budget_bytes - self.budget_bytes // RESERVE - used_bytes
+        return self.budget_bytes - self.budget_bytes // FREE_IN_STEP - used_bytes
 
     def visit_in_step(self, governed: GovernedOptimizer) -> None:
         """Visit what was not visited in backward. What is resident is left to the program's own

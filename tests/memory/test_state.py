@@ -848,6 +848,25 @@ def test_state_has_the_room_that_a_step_leaves(fused: bool, later_bytes: int) ->
     assert same(plain, values(net, optimizer))
 
 
+def test_between_steps_state_may_have_no_room_at_all() -> None:
+    """One bucket at a time has to be there in a step, and has room there."""
+    net = network()
+    optimizer = adamw(net, fused=True)
+    device = Filled(100_000)
+    device.mover = StateMover(
+        device, link=LINK, gradients="keep", room_bytes=0, bucket_bytes=2048, min_bytes=256
+    )
+    device.mover.keep_within(110_000)
+    with device.mover:
+        for number in range(STEPS):
+            step(net, optimizer, number)
+        report, most_bytes = device.mover.report(), device.most_bytes
+    assert report.state_bytes == 0
+    assert most_bytes <= 110_000
+    assert not any(reason.code == "little_room" for reason in report.refused)
+    assert same(trained(lambda net: adamw(net, fused=True))[0], values(net, optimizer))
+
+
 def test_a_step_that_raises_is_done_again() -> None:
     """What streams was updated; with its copies under way the program goes on."""
     net = network()

@@ -266,13 +266,16 @@ class Rounds:
         assert governed.state.room_bytes is not None
         others_bytes = self._stream.held_bytes - self._mine_bytes(governed)
         room_bytes = max(0, governed.state.room_bytes - others_bytes)
+        step_room_bytes = room_bytes
+        if governed.phase is GradientPhase.KEEPING:
+            step_room_bytes = max(room_bytes, governed.step_seen.room_bytes)
         least_bytes = max(b.size_bytes for b in governed.state.buckets)
-        if room_bytes < least_bytes:
-            governed.say(messages.little_room(least_bytes, room_bytes))
-            room_bytes = least_bytes
+        if step_room_bytes < least_bytes:
+            governed.say(messages.little_room(least_bytes, step_room_bytes))
+            room_bytes = step_room_bytes = least_bytes
         cuts, plan = self.cuts(governed), governed.state.chosen
         if plan is None or not plan.suits(cuts):
-            plan = self._planned(governed, cuts, room_bytes)
+            plan = self._planned(governed, cuts, room_bytes, step_room_bytes)
         governed.state.plan = plan
         for number, bucket in enumerate(governed.state.buckets):
             bucket.streamed = number in plan.streamed
@@ -285,16 +288,20 @@ class Rounds:
         self._changed()
 
     def _planned(
-        self, governed: GovernedOptimizer, cuts: Sequence[Bucket], room_bytes: int
+        self,
+        governed: GovernedOptimizer,
+        cuts: Sequence[Bucket],
+        room_bytes: int,
+        step_room_bytes: int,
     ) -> StatePlan:
         if governed.phase is not GradientPhase.KEEPING:
             return plan_state(cuts, room_bytes=room_bytes, link=self._link)
-        seen = governed.step_seen
+        each_s = governed.step_seen.update_s_per_byte
         return plan_step(
             cuts,
-            [seen.update_s_per_byte * cut.gradient_bytes for cut in cuts],
+            [each_s * cut.gradient_bytes for cut in cuts],
             room_bytes=room_bytes,
-            step_room_bytes=max(room_bytes, seen.room_bytes),
+            step_room_bytes=step_room_bytes,
             link=self._link,
         )
 

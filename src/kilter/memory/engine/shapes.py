@@ -24,6 +24,7 @@ from kilter.memory.engine.pass_record import PassRecord, again_code, use_code
 from kilter.memory.engine.store import Pass, Store, View, kept, whole
 from kilter.memory.engine.trial import TrialTerms
 from kilter.memory.engine.watch import Watch
+from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.state import Update, in_buckets
 from kilter.model.roofline import Roofline
 from kilter.observe import torch_internals
@@ -82,6 +83,7 @@ class _Memory:
         # Not a GPU, even where there is one: a kernel of ours, or of an extension, that is launched
         # without the framework's knowledge would be given addresses of nothing.
         self.device = torch.device("cpu")
+        self.host = HostLimit()
         self._fakes = torch_internals.fake_tensor.FakeTensor
         self._clocked = clocked
         self.live_bytes = 0

@@ -27,6 +27,7 @@ from kilter.memory import messages
 from kilter.memory.first_step import FirstStep
 from kilter.memory.state_room import SLACK, StateRoom
 from kilter.memory.state_streaming import StateStreaming
+from kilter.memory.usable_bytes import countable_bytes
 from kilter.memory.weight_room import WeightRoom
 
 if TYPE_CHECKING:
@@ -218,14 +219,12 @@ class StateAndWeightPolicy:
 
     def _problem(self, budget_bytes: int) -> tuple[PassRecord | None, Problem | None]:
         """The largest pass, once its levels are known."""
-        from kilter.memory.engine.pass_kinds import ALLOCATION_ROUNDING_BYTES
-
         record = self._swapper.largest_pass()
         if record is None or record.passes < KNOWN_PASSES:
             return None, None
         problem, _ = record.problem(
             link=self._link,
-            budget_bytes=budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES,
+            budget_bytes=countable_bytes(budget_bytes),
             min_bytes=self._min_bytes,
         )
         return record, record.as_it_runs(problem, self._min_bytes)

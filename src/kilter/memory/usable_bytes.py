@@ -1,4 +1,4 @@
-"""How much memory a card has for this process."""
+"""How much memory a card has for this process, and how much of a budget may be counted on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 RESERVE = 0.1
 """This share is left alone, for fragments, and for workspace that comes and goes between two
 looks."""
+ROUNDING = 512
+"""One part in so many of a budget is left to the allocator, which rounds sizes up."""
+
+
+def countable_bytes(budget_bytes: int) -> int:
+    """So much of a budget what is planned may take."""
+    return budget_bytes - budget_bytes // ROUNDING
 
 
 def usable_device_bytes(cuda: Any, device: torch.device) -> tuple[int, str]:

@@ -41,6 +41,7 @@ from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slo
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Visits
+from kilter.memory.usable_bytes import countable_bytes
 
 SETTLED_STEPS = 2
 """A pass counts as settled after so many optimizer steps: the first creates gradients and state."""
@@ -53,8 +54,6 @@ TUNED = 3
 LESS_BESIDE = 1 / 16
 """If passes begin with this share of the budget less in use than when they were watched, they are
 watched anew."""
-ALLOCATION_ROUNDING_BYTES = 512
-"""One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_FAILED_CALLS = 2
 """After so many passes of one kind in which a call ran otherwise than planned, no calls are
 recomputed."""
@@ -107,9 +106,7 @@ class PassKind:
 
     def may_use(self, budget_bytes: int) -> int:
         """What a plan may count on."""
-        return (
-            budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.corrections.less_bytes
-        )
+        return countable_bytes(budget_bytes) - self.corrections.less_bytes
 
     def fits_beside(self, older_bytes: int, budget_bytes: int) -> bool:
         """Its plan serves a pass that begins while older graphs have so many bytes: no more than

@@ -20,12 +20,11 @@ from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
 from kilter.memory.engine.update import update
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.state import Bucket, StatePlan, plan_state, plan_step
+from kilter.memory.usable_bytes import countable_bytes
 
 if TYPE_CHECKING:
     import torch
 
-FREE_IN_STEP = 128
-"""Of the budget one part in so many is left free in a step: allocations are rounded up."""
 MISSED = 2
 """Another plan is made at most so many times because a step had less room than the one before."""
 
@@ -98,7 +97,7 @@ class Rounds:
         used_bytes = self._backend.used_bytes()
         if used_bytes is None or self.budget_bytes is None:
             return None
-        return self.budget_bytes - self.budget_bytes // FREE_IN_STEP - used_bytes
+        return countable_bytes(self.budget_bytes) - used_bytes
 
     def visit_in_step(self, governed: GovernedOptimizer) -> None:
         """Visit what was not visited in backward. What is resident is left to the program's own
@@ -241,13 +240,11 @@ class Rounds:
                 self._stream.adopt(bucket, governed.optimizer.state)
 
     def cuts(self, governed: GovernedOptimizer) -> list[Bucket]:
-        """Its buckets as planners see them. With gradients kept all are visited at once."""
+        """Its buckets as planners see them."""
         due_s = [
             max(governed.evidence.arrives_s.get(id(p), 0.0) for p in bucket.members)
             for bucket in governed.state.buckets
         ]
-        if governed.phase is GradientPhase.KEEPING:
-            due_s = [0.0] * len(governed.state.buckets)
         cuts, first = [], 0
         for bucket, bucket_due_s in zip(governed.state.buckets, due_s, strict=True):
             cuts.append(

@@ -369,10 +369,12 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _to_plan(self, governed: GovernedOptimizer) -> bool:
         """After this step it is planned how its state streams."""
-        state = governed.state
-        given = self.room_bytes is not None
-        anew = state.plan is None or state.anew or self.room_bytes != state.room_bytes
-        return given and governed.fit and anew
+        unplanned = governed.state.plan is None or self._outdated(governed)
+        return governed.fit and self.room_bytes is not None and unplanned
+
+    def _outdated(self, governed: GovernedOptimizer) -> bool:
+        """Its plan is of another room, or for other state."""
+        return governed.state.anew or self.room_bytes != governed.state.room_bytes
 
     def _check_unchanged(self, governed: GovernedOptimizer) -> None:
         """The step is to be the one that the updates in backward were made for."""
@@ -414,7 +416,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                 bucket.missing = bucket.awaited = sum(
                     id(p) in governed.evidence.seen for p in bucket.members
                 )
-        if governed.fit and (governed.state.anew or self.room_bytes != governed.state.room_bytes):
+        if governed.fit and self._outdated(governed):
             governed.state.anew, governed.state.room_bytes = False, self.room_bytes
             governed.state.streams = self.room_bytes is not None
             if not governed.state.streams:

@@ -6,12 +6,12 @@ For each model there is a process for each arm, started as a user starts it: `pl
 (the library's own activation checkpointing, or each block by `torch.utils.checkpoint` where the
 library has none); `governed`, `segments` and `auto` (kilter with the peak that `checkpoint` had as
 its budget, without and with whole calls of modules recomputed, and left to choose); and shares of
-plain's peak (`75%`). Only one process trains at a time.
+plain's peak (`75%`, left to choose). Only one process trains at a time.
 
 A host that others use as well is slower for minutes now and then. So once an arm has trained its
-first iterations, `checkpoint` and the arm are timed by turns, in `--rounds`, and what counts is the
-median of their ratio over the rounds. In each turn the iterations are timed twice: in a loop that
-runs on, and in one that waits for the device in every iteration. Plain is timed alone. What an arm
+first iterations, it and `checkpoint` (or, for a share, `plain`) are timed by turns, in `--rounds`,
+and what counts is the median of their ratio over the rounds. In each turn the iterations are timed
+twice: in a loop that runs on, and in one that waits for the device in every iteration. What an arm
 measures for its plan and its choice comes from a loop that runs on, unless `--wait` is given.
 
 The loop is bf16 autocast with a fused AdamW, random data and random weights. One JSON line per arm
@@ -79,6 +79,13 @@ def _wide(width: int, layers: int, **more: Any) -> dict[str, Any]:
 JOBS = {
     "gpt2": Job(
         "transformers", "GPT2", 8, "words", more={"n_embd": 1600, "n_layer": 48, "n_head": 25}
+    ),
+    "gpt2-no-cache": Job(
+        "transformers",
+        "GPT2",
+        8,
+        "words",
+        more={"n_embd": 1600, "n_layer": 48, "n_head": 25, "use_cache": False},
     ),
     "llama": Job("transformers", "Llama", 8, "words", more=_wide(2048, 16, intermediate_size=8192)),
     "unet": Job("diffusers", "UNet2DModel", 16, "noise"),
@@ -302,7 +309,7 @@ class Arm:
         if budget:
             command += ["-m", "kilter", "run", "--memory-budget", budget]
             command += ["--history", "off", "--out", str(self._out / "run")]
-            command += ["--recompute", RECOMPUTE.get(name, "operations")]
+            command += ["--recompute", RECOMPUTE.get(name, "auto")]
         command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
         command += ["--checkpoint"] * (name == "checkpoint") + ["--wait"] * args.wait
         self._errors = (self._out / "stderr").open("w+")
@@ -391,27 +398,29 @@ def compare(model: str, args: argparse.Namespace, device: threading.Lock, end_s:
         if time.monotonic() > end_s:
             print(f"{model:13} {name:10} not begun: the time of --limit-s is over", flush=True)
             break
-        own = beside.get("checkpoint") if name in RECOMPUTE else None
-        if name in RECOMPUTE and own is None:
-            continue  # its budget is not known
-        budget = name if name.endswith("%") else ""
-        if own is not None:
-            budget = f"{int(own.median('peak_bytes')) // 2**20}MiB"
+        of_plain = name.endswith("%")
+        other = beside.get("plain" if of_plain else "checkpoint")
+        budget = name if of_plain else ""
+        if name in RECOMPUTE:
+            if other is None:
+                continue  # its budget is not known
+            budget = f"{int(other.median('peak_bytes')) // 2**20}MiB"
         arm = Arm(model, name, budget, args)
         with device:
-            first = args.steps if budget else WARM
-            if arm.turn(first + CHOOSING * (name == "auto")) and own is not None:
+            chooses = CHOOSING * (of_plain or name == "auto")
+            first = args.steps + chooses if budget else WARM
+            if arm.turn(first) and budget and other is not None:
                 arm.turns.clear()
-                own.turns.clear()
+                other.turns.clear()
                 for _ in range(args.rounds):
-                    if not (own.turn(AGAIN) and arm.turn(AGAIN)):
+                    if not (other.turn(AGAIN) and arm.turn(AGAIN)):
                         break
         if arm.turns and name in ("plain", "checkpoint"):
             beside[name] = arm
-        if name != "checkpoint":
+        else:
             done(arm)
-    if "checkpoint" in beside:
-        done(beside["checkpoint"])
+    for arm in beside.values():
+        done(arm)
 
 
 def main() -> None:

@@ -1000,6 +1000,41 @@ def test_a_plan_that_counts_the_host_for_each_tensor_names_fewer() -> None:
 
 
 @pytest.mark.usefixtures("recomputed")
+@pytest.mark.parametrize("another_budget", [False, True])
+def test_without_calls_the_plan_is_the_one_from_before_them(
+    another_budget: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one was measured. What plans with calls were corrected by is their own."""
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 12)
+    swapper = within(0.6, Language, text, segments=False)
+    budget_bytes = swapper.budget_bytes
+    plans: list[Any] = []
+
+    def batch() -> Tensor:
+        step = world["step"]
+        if step == 5:
+            plans.append(swapper.report().plans)
+            swapper.recompute(calls=True)
+        elif step == 8:
+            (kind,) = swapper._kinds
+            assert kind.plan is not None  # the one with calls
+            assert kind.corrections.exceeded(budget_bytes // 8)
+            if another_budget:
+                swapper.limit(budget_bytes * 9 // 10)
+            swapper.recompute(calls=False)
+        return text()
+
+    with swapper:
+        found = trained(Language, batch)
+    assert equal(trained(Language, text), found)
+    (before,), (after,) = plans[0], swapper.report().plans
+    if another_budget:
+        assert after.peak_bytes <= swapper.budget_bytes < before.peak_bytes
+    else:
+        assert after is before
+
+
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
     plain = trained(Language, text)

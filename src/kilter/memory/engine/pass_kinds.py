@@ -73,6 +73,8 @@ class PassKind:
     trials: int = 0
     calls_alone: bool = False
     """Its recipes were tried, and calls of modules were not: that is to come."""
+    without_calls: PassKind | None = None
+    """The same kind as it was planned and measured before calls of modules were tried."""
     segments: tuple[SavedSegment, ...] = ()
     """The plan may recompute each of these calls of modules, or parts of them, at one time."""
     kept: KeptCalls | None = None
@@ -176,6 +178,12 @@ class PassKinds:
     def __iter__(self) -> Iterator[PassKind]:
         return iter(tuple(self._by_events.values()))  # other threads of the program train as well
 
+    def _outdate_plans(self) -> None:
+        """Every plan is to be made anew, also those that calls of modules have put aside."""
+        for kind in self:
+            for each in filter(None, (kind, kind.without_calls)):
+                each.outdated = each.plan is not None
+
     @property
     def host_bytes(self) -> int:
         """Host memory that plans have taken."""
@@ -230,8 +238,9 @@ class PassKinds:
         return tuple(kept for kept in known if isfinite(kept.cost_s))[-MAX_KINDS:]
 
     def recompute(self, *, calls: bool, each_s: float, kept: Iterable[KeptCalls]) -> None:
-        """Those that were tried without calls of modules are tried again with them; or all are
-        planned without them. `kept` is what an earlier run has chosen."""
+        """Those that were tried without calls of modules are tried again with them; or all go on
+        without them, under the plans that they had before. `kept` is what an earlier run has
+        chosen."""
         otherwise = each_s != self._terms.alone_s
         self._terms = replace(self._terms, alone_s=each_s)
         self._kept = {one.events: one for one in kept}
@@ -241,10 +250,18 @@ class PassKinds:
                 before = kind.corrections
                 after = Corrections(less_bytes=before.less_bytes, slow=before.slow)
                 self._by_events[events] = PassKind(
-                    kind.record, weighed=True, calls_alone=True, corrections=after
+                    kind.record,
+                    weighed=True,
+                    calls_alone=True,
+                    without_calls=kind,
+                    corrections=after,
                 )
             elif not calls:
                 kind.record.segments = ()
+                if kind.without_calls is not None:
+                    kind = self._by_events[events] = kind.without_calls
+                    if kind.plan is not None:
+                        self._settled_in(kind.plan)  # the arena may have grown meanwhile
                 kind.outdated |= kind.plan is not None and (otherwise or bool(kind.plan.segments))
                 kind.tried |= any(datum.recipe is not None for datum in kind.record.data)
                 kind.hopeless = False
@@ -393,8 +410,8 @@ class PassKinds:
     def outdate(self) -> None:
         """The budget is another: every plan is made anew, and earlier peaks do not count."""
         self.peaks.unplanned_bytes = self.peaks.most_bytes = 0
+        self._outdate_plans()
         for kind in self:
-            kind.outdated = kind.plan is not None
             kind.hopeless = False
 
     def listens(self, planned: Ready) -> bool:
@@ -522,8 +539,7 @@ class PassKinds:
         plans have left to autograd cannot be offloaded. From now on they follow all tensors."""
         if not self._retained:
             self._retained = True
-            for kind in self:
-                kind.outdated = kind.plan is not None
+            self._outdate_plans()
 
     def _made_ready(self, kind: PassKind, *planned: Any) -> Ready:
         segments = kind.segments

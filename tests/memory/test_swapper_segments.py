@@ -1014,7 +1014,7 @@ def test_without_calls_the_plan_is_the_one_from_before_them(
         step = world["step"]
         if step == 5:
             plans.append(swapper.report().plans)
-            swapper.recompute(calls=True)
+            swapper.recompute(calls=True, each_s=1e-9)
         elif step == 8:
             (kind,) = swapper._kinds
             assert kind.plan is not None  # the one with calls

@@ -241,7 +241,6 @@ class PassKinds:
         """Those that were tried without calls of modules are tried again with them; or all go on
         without them, under the plans that they had before. `kept` is what an earlier run has
         chosen."""
-        otherwise = each_s != self._terms.alone_s
         self._terms = replace(self._terms, alone_s=each_s)
         self._kept = {one.events: one for one in kept}
         self._tried_before.clear()
@@ -260,9 +259,10 @@ class PassKinds:
                 kind.record.segments = ()
                 if kind.without_calls is not None:
                     kind = self._by_events[events] = kind.without_calls
-                    if kind.plan is not None:
-                        self._settled_in(kind.plan)  # the arena may have grown meanwhile
-                kind.outdated |= kind.plan is not None and (otherwise or bool(kind.plan.segments))
+                if kind.plan is not None:
+                    self._settled_in(kind.plan)  # the arena may have grown meanwhile
+                    otherwise = kind.plan.problem.alone_s != each_s
+                    kind.outdated |= otherwise or bool(kind.plan.segments)
                 kind.tried |= any(datum.recipe is not None for datum in kind.record.data)
                 kind.hopeless = False
 

@@ -292,6 +292,8 @@ def train(args: argparse.Namespace) -> None:
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "all_s": time.monotonic() - began_s,
         }
+        if cuda:  # another arm's process is to have what this one only keeps for later
+            torch.cuda.empty_cache()
         print(json.dumps(found), file=sys.__stdout__, flush=True)
 
 

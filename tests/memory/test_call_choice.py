@@ -50,6 +50,7 @@ def record_of(cheap_s: float, costly_s: float) -> PassRecord:
             closed=frozenset(),
             operations=("cheap", "costly"),
             held_bytes=0,
+            copied_bytes=0,
             extra_bytes=0,
             recompute_s=cheap_s + costly_s,
             reads={n: frozenset(), n + 1: frozenset({n})},

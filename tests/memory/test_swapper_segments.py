@@ -999,6 +999,45 @@ def test_a_plan_that_counts_the_host_for_each_tensor_names_fewer() -> None:
     assert 0 < dict(named)[STEPS - 1] <= dict(named)[5]
 
 
+class Shifted(nn.Module):
+    """What it copies is little beside all that it saves, and much beside half of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(256))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = F.gelu(torch.sin(x) + self.shift)
+        for _ in range(3):
+            x = F.gelu(scale * x)
+        return x
+
+
+@pytest.mark.usefixtures("in_part")
+@pytest.mark.parametrize(("rows", "planned"), [(16, True), (3, False)])
+def test_a_part_that_makes_little_beside_what_it_copies_is_not_planned(
+    rows: int, planned: bool
+) -> None:
+    """It would depart from its plan in each pass."""
+
+    def batch() -> Tensor:
+        return torch.randn(rows, 256)
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(Shifted() for _ in range(6)))
+
+    swapper = within(0.6, net, batch, segments=True)
+    with swapper:
+        found = trained(net, batch)
+        (kind,) = swapper._kinds
+    assert equal(trained(net, batch), found)
+    assert named(kind.record, "Shifted")  # it was tried with success, as a whole
+    report = swapper.report()
+    assert report.deviations == 0 < report.planned
+    assert kind.plan is not None
+    assert any(one.name == "Shifted" for one in kind.plan.segments.values()) is planned
+
+
 @pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("another_budget", [False, True])
 def test_without_calls_the_plan_is_the_one_from_before_them(

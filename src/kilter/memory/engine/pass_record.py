@@ -94,6 +94,9 @@ class SavedSegment:
     """Operations of these names have to run, in order."""
     held_bytes: int
     """It reads so many bytes that only this segment holds after the call."""
+    copied_bytes: int
+    """It keeps copies of so much that is small, and not saved by the engine; a part at most so
+    much."""
     extra_bytes: int
     """Running it again takes at most so much memory, beside what it makes."""
     recompute_s: float
@@ -307,13 +310,15 @@ class PassRecord:
     def prepared(self, segment: SavedSegment) -> SavedSegment:
         """The same with the tensors that are evicted and recomputed together, and the sources that
         are copied: those that the program holds for longer than the call (a mask for all layers,
-        say), if they are few enough bytes beside what is made."""
+        say), if they are few enough bytes beside what is made. Where the copies alone are too many
+        bytes, nothing is recomputed together."""
         members = frozenset(self.members(segment))
         held = frozenset(n for n in segment.closed if not self._freed_by(segment, n))
         held_bytes = sum(self.data[number].size_bytes for number in held)
         made_bytes = sum(self.data[number].size_bytes for number in members)
-        copied = held if held_bytes <= COPIED_SHARE * made_bytes else frozenset()
-        return replace(segment, members=members, copied=copied)
+        room_bytes = COPIED_SHARE * made_bytes - segment.copied_bytes
+        copied = held if held_bytes <= room_bytes else frozenset()
+        return replace(segment, members=members if room_bytes >= 0 else frozenset(), copied=copied)
 
     def _freed_by(self, segment: SavedSegment, number: int) -> bool:
         """Only autograd holds this tensor soon after the call."""
@@ -500,7 +505,8 @@ class _Intervals:
             free_at = record.data[source].free_at
             after = max(after, len(record.events) if free_at is None else free_at)
         before = min((datum.needed_at or 0 for datum in data), default=0)
-        size_bytes = sum(datum.size_bytes for datum in data) - segment.held_bytes
+        size_bytes = sum(datum.size_bytes for datum in data)
+        size_bytes -= segment.held_bytes + segment.copied_bytes
         size_bytes -= sum(record.data[source].size_bytes for source in segment.copied)
         if before - after < 2 or size_bytes < self._min_bytes:
             return None

@@ -206,6 +206,7 @@ class SegmentPass:
             closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
             operations=call.operations,
             held_bytes=sum(held.tensor.nbytes for held in call.held),
+            copied_bytes=call.copied_bytes,
             extra_bytes=extra_bytes,
             recompute_s=0.0,
             reads=call.reads,

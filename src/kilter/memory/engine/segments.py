@@ -94,6 +94,8 @@ class ModuleCall:
         """It reads all of these; each is known by its storage."""
         self._rerun: recording.Rerun | None = None
         self._made_bytes = 0
+        self.copied_bytes = 0
+        """It keeps copies of so much that the engine has not saved."""
         self.members: list[weakref.ref[Saved]] = []
         """These tensors are made together. Under a plan the engine adds them as they are saved, and
         the call is their recipe."""
@@ -165,10 +167,13 @@ class ModuleCall:
         rerun, given = recorder.program(running.begin, wanted, read, like)
         self._made_bytes = sum(saved.size_bytes for saved in members)
         left_bytes = COPIED_SHARE * self._made_bytes
+        self.copied_bytes = 0
         for number, one in given.items():
             saved = found.get(number)
             if saved is None:
-                left_bytes -= self._hold(running, number, one, kept.get(number), left_bytes)
+                copied_bytes = self._hold(running, number, one, kept.get(number), left_bytes)
+                self.copied_bytes += copied_bytes
+                left_bytes -= copied_bytes
             else:
                 self._read(number, one, saved, copied)
                 left_bytes -= saved.size_bytes if saved.number in copied else 0

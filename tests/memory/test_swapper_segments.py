@@ -999,6 +999,29 @@ def test_a_plan_that_counts_the_host_for_each_tensor_names_fewer() -> None:
     assert 0 < dict(named)[STEPS - 1] <= dict(named)[5]
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.rows = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.rows(self.norm(x))[0]
+        return x + found
+
+
+@pytest.mark.usefixtures("recomputed")
+def test_what_an_operation_makes_only_with_gradients_is_kept() -> None:
+    """A CPU's LSTM has no workspace where no gradients are recorded, as when a call runs again."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(Recurrent(), nn.GELU()) for _ in range(4)))
+
+    found, report, _ = governed(net, text, 0.9)
+    assert equal(trained(net, text), found)
+    assert report.planned > 0
+
+
 class Shifted(nn.Module):
     """What it copies is little beside all that it saves, and much beside half of that."""
 

@@ -241,9 +241,10 @@ class Rerun(Protocol):
     def operations(self) -> Sequence[str]:
         """Their names, in order."""
 
-    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Carry them out on what they have to be given, by storage; gives what was wanted.
-        Storages that no later one reads are freed on the way."""
+    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Carry them out on what they have to be given, by storage; gives what was wanted, and None
+        for what an operation makes only where gradients are recorded. Storages that no later one
+        reads are freed on the way."""
 
 
 class CallRecorder(ABC):
@@ -525,7 +526,7 @@ class _Steps:
     def operations(self) -> Sequence[str]:
         return [step.name for step in self._steps]
 
-    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor | None]:
         last: dict[int, int] = {}
         for index, step in enumerate(self._steps):
             last.update(dict.fromkeys(step.reads, index))

@@ -26,7 +26,7 @@ from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import COPIED_SHARE
-from kilter.memory.engine.recompute import Foreign, Read
+from kilter.memory.engine.recompute import Foreign, Read, Unlike
 from kilter.memory.engine.store import EVICTED, Saved, Store, View
 from kilter.observe import torch_internals
 
@@ -308,10 +308,14 @@ class ModuleCall:
         return [(one, made) for one, made in pairs if one is not None and _is_evicted(one)]
 
     def run(self) -> Sequence[torch.Tensor]:
-        """What the call makes, as `members`. `Modified` if what it reads was written to."""
+        """What the call makes, as `members`. `Modified` if what it reads was written to; `Unlike`
+        if not all of them are made."""
         bases = {number: source() for number, source in self._sources.items()}
         assert self._rerun is not None
-        return self._rerun.run(bases)
+        made = [one for one in self._rerun.run(bases) if one is not None]
+        if len(made) < len(self.members):
+            raise Unlike("an operation makes something only where gradients are recorded")
+        return made
 
 
 _NOBODY: Any = type("Nobody", (), {})()

@@ -1,11 +1,14 @@
-"""Architectures of transformers against their plain run, bit for bit, on the CPU stand-in.
+"""Architectures of transformers and timm against their plain run, bit for bit, on the stand-in.
 
     python benchmarks/memory_zoo.py [--only llama,vit] [--steps 12] [--segments] [--out zoo.jsonl]
+        [--others | --timm] [--modes activations] [--part 1/2]
 
 Each architecture is built small, with random weights, and trained plain and with half of the peak
-of its saved data as the budget: activations alone, with optimizer state streaming in the step, and
-with gradients consumed, state streaming and weights moving; in fp32 and under bfloat16 autocast. An
-evaluation comes in between. Compared are all losses and all parameters. Needs transformers.
+of its saved data as the budget (or somewhat more than the least that is possible): activations
+alone, with optimizer state streaming in the step, and with gradients consumed, state streaming and
+weights moving; in fp32 and under bfloat16 autocast. An evaluation comes in between. Compared are
+all losses and all parameters. Needs transformers. `--others` tries every architecture that is not
+in the list here, as far as it can be built small, `--timm` one network of each module of timm.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import argparse
 import copy
 import json
 import os
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import torch
 import transformers
 
@@ -33,6 +39,10 @@ from kilter.memory.plan.problem import Link
 LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=3e7)
 """Slow, so that much is recomputed."""
 SHARE = 0.5
+ROOM = 0.3
+"""The budget has at least this share of what lies between the least possible peak and plain's."""
+LARGEST = 25_000_000
+"""A network of more parameters is not tried."""
 ALONE_S = 1e-3
 """Counts for each tensor that is recomputed alone or offloaded where calls are recomputed, so that
 they are."""
@@ -73,6 +83,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     "query_pre_attn_scalar": 16, "dim": 64, "hidden_dim": 96, "n_heads": 4, "n_layers": 3,
 }  # fmt: skip
+MODES = ("activations", "in the step", "everything")
 LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -82,6 +93,74 @@ LAYERS = (
     "decoder_layers",
 )
 SMALL_VISION = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+
+
+AUTO = {
+    "CAUSAL_LM": ("AutoModelForCausalLM", "tokens"),
+    "MASKED_LM": ("AutoModelForMaskedLM", "tokens"),
+    "SEQ_TO_SEQ_CAUSAL_LM": ("AutoModelForSeq2SeqLM", "tokens"),
+    "IMAGE_CLASSIFICATION": ("AutoModelForImageClassification", "images"),
+    "SEQUENCE_CLASSIFICATION": ("AutoModelForSequenceClassification", "classes"),
+    "AUDIO_CLASSIFICATION": ("AutoModelForAudioClassification", "audio"),
+}
+"""Where transformers lists its architectures, and what they are fed with."""
+TIMM_SMALLER: tuple[dict[str, Any], ...] = (
+    {"depth": 2, "embed_dim": 96, "num_heads": 3},
+    {"depth": 2, "embed_dim": 96},
+    {"depth": 2},
+    {"depths": (1, 1, 1, 1)},
+    {"layers": (1, 1, 1, 1)},
+    {},
+)
+"""Arguments that make a network of timm small, where it takes them."""
+
+
+class Case(NamedTuple):
+    """An architecture, how it is built, and what it is fed with."""
+
+    name: str
+    build: Callable[[], torch.nn.Module]
+    what: str
+
+
+def listed() -> Iterator[Case]:
+    for family, (kinds, what) in FAMILIES.items():
+        for kind in kinds.split():
+            yield Case(kind, partial(built, kind, family), what)
+
+
+def others() -> Iterator[Case]:
+    from transformers.models.auto import modeling_auto
+
+    seen = {case.name for case in listed()}
+    for mapping, (family, what) in AUTO.items():
+        for kind in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
+            if kind not in seen:
+                seen.add(kind)
+                yield Case(kind, partial(built, kind, family), what)
+
+
+def of_timm() -> Iterator[Case]:
+    import timm
+
+    for module in sorted(timm.list_modules()):
+        names = timm.list_models(module=module)
+        small = [
+            n for n in names if any(s in n for s in ("atto", "nano", "xx", "tiny", "_s", "18"))
+        ]
+        if names:
+            yield Case(module, partial(small_timm, (small or names)[0]), "pictures")
+
+
+def small_timm(name: str) -> torch.nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    for smaller in TIMM_SMALLER:
+        with suppress(TypeError, RuntimeError, AssertionError, IndexError, ValueError):
+            model: torch.nn.Module = timm.create_model(name, drop_rate=0.1, **smaller)
+            return model
+    raise ValueError(f"{name} takes other arguments")
 
 
 def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
@@ -112,6 +191,14 @@ def built(kind: str, family: str, layers: int | None = None) -> torch.nn.Module:
 
 
 def batch(model: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
+    if what == "pictures":
+        side = model.default_cfg["input_size"][-1] if model.default_cfg["fixed_input_size"] else 64
+        return {"x": torch.randn(2, 3, side, side)}
+    if what == "audio":
+        return {"input_values": torch.randn(2, 4000), "labels": torch.tensor([0, 1])}
+    if what == "classes":
+        tokens = torch.randint(3, TOKENS, (3, 16))
+        return {"input_ids": tokens, "labels": torch.tensor([0, 1, 1])}
     if what == "images":
         size = getattr(model.config, "image_size", None)
         size = size if isinstance(size, int) and size <= 64 else 64
@@ -123,17 +210,28 @@ def batch(model: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def loss_of(model: torch.nn.Module, what: str) -> torch.Tensor:
+    found = model(**batch(model, what))
+    if what != "pictures":
+        loss: torch.Tensor = found.loss
+        return loss
+    several = found if isinstance(found, tuple | list) else [found]
+    return torch.stack([one.float().square().mean() for one in several]).sum()
+
+
 def train(
     model: torch.nn.Module, what: str, *, steps: int, autocast: bool, stack: ExitStack
 ) -> list[torch.Tensor]:
     """Losses and, when everything has come home, parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
+    random.seed(1)
+    np.random.seed(1)
     torch.manual_seed(1)
     with stack:
         for step in range(steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = model(**batch(model, what)).loss
+                loss = loss_of(model, what)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -141,7 +239,7 @@ def train(
             if step % 5 == 4:
                 model.eval()
                 with torch.no_grad():
-                    losses.append(model(**batch(model, what)).loss)
+                    losses.append(loss_of(model, what))
                 model.train()
     return losses + [p.detach() for p in model.parameters()]
 
@@ -197,8 +295,9 @@ def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
 
 
 def rows(
-    kind: str, family: str, what: str, steps: int, *, segments: bool
+    case: Case, steps: int, modes: tuple[str, ...], *, segments: bool
 ) -> Iterator[dict[str, Any]]:
+    kind, build, what = case
     for autocast in (False, True):
 
         def run(
@@ -207,17 +306,25 @@ def rows(
             return train(model, what, steps=steps, autocast=autocast, stack=stack)
 
         try:
-            plain = run(ExitStack(), built(kind, family).train())
-        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            if sum(p.numel() for p in build().parameters()) > LARGEST:
+                raise ValueError("too large")
+            plain = run(ExitStack(), build().train())
+        except (
+            RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError,
+            ImportError, NotImplementedError,
+        ) as error:  # fmt: skip
             yield {"kind": kind, "autocast": autocast, "not built": str(error)[:90]}
             return
         watch = Swapper(CpuStandIn(spoil=True), budget_bytes=10**12, link=LINK, min_bytes=2048)
         stack = ExitStack()
         stack.enter_context(watch)
-        run(stack, built(kind, family).train())
-        budget_bytes = int(SHARE * max(record.peak_bytes for record in watch.records()))
-        for mode in ("activations", "in the step", "everything"):
-            model = built(kind, family).train()
+        run(stack, build().train())
+        record = max(watch.records(), key=lambda record: record.peak_bytes)
+        problem, _ = record.problem(link=LINK, budget_bytes=10**12, min_bytes=2048)
+        least, most = problem.floor_bytes, record.peak_bytes
+        budget_bytes = int(max(SHARE * most, least + ROOM * (most - least)))
+        for mode in modes:
+            model = build().train()
             swapper = Swapper(
                 CpuStandIn(lag=8, spoil=True),
                 budget_bytes=budget_bytes,
@@ -257,20 +364,28 @@ def main() -> int:
         "--segments", action="store_true", help="calls of modules are recomputed, whole or in part"
     )
     parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--modes", default=",".join(MODES), help="some of %(default)s")
+    parser.add_argument(
+        "--part", default="1/1", help="I/N: every Nth architecture, from the Ith on"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--others", action="store_true", help="what is not in the list here")
+    which.add_argument("--timm", action="store_true", help="one network of each module of timm")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     only = options.only.split(",") if options.only else None
+    first, parts = map(int, options.part.split("/"))
+    cases = others() if options.others else of_timm() if options.timm else listed()
     wrong = 0
-    for family, (kinds, what) in FAMILIES.items():
-        for kind in kinds.split():
-            if only and kind not in only:
-                continue
-            for row in rows(kind, family, what, options.steps, segments=options.segments):
-                wrong += bool(row.get("different"))
-                print(json.dumps(row), flush=True)
-                if options.out:
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    for case in [case for case in cases if not only or case.name in only][first - 1 :: parts]:
+        for row in rows(
+            case, options.steps, tuple(options.modes.split(",")), segments=options.segments
+        ):
+            wrong += bool(row.get("different"))
+            print(json.dumps(row), flush=True)
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     return int(wrong > 0)
 
 

@@ -138,7 +138,9 @@ class Saved:
         """The storage was not written to since it was saved."""
         if self.touched:
             return False
-        return self.alias is None or bool(self.alias._version == self.version)
+        if self.alias is None or self.state == PREFETCHING:  # which nobody else can reach
+            return True
+        return bool(self.alias._version == self.version)
 
     @property
     def closed(self) -> bool:

@@ -49,7 +49,7 @@ def record_of(cheap_s: float, costly_s: float) -> PassRecord:
             sources=frozenset(),
             closed=frozenset(),
             operations=("cheap", "costly"),
-            held_bytes=0,
+            held=(),
             copied_bytes=0,
             extra_bytes=0,
             recompute_s=cheap_s + costly_s,

@@ -1022,6 +1022,49 @@ def test_what_an_operation_makes_only_with_gradients_is_kept() -> None:
     assert report.planned > 0
 
 
+class Added(nn.Module):
+    """Reads a tensor that autograd does not save, and that the program holds for all of these."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.gelu(x + shift)
+        return x
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Added() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.full_like(x, 0.1)
+        x = self.one(x)
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+@pytest.mark.parametrize("share", [0.8, 0.9])
+def test_a_call_leaves_once_the_program_has_let_go_of_what_it_reads(share: float) -> None:
+    """A plan that counts on it before takes more than it says."""
+    swapper = Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=int(share * peak_bytes(Adding, text)),
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=True,
+        alone_s=1.0,  # so that calls are recomputed where they can be
+    )
+    with swapper:
+        found = trained(Adding, text)
+        (kind,) = swapper._kinds
+    assert equal(trained(Adding, text), found)
+    assert named(kind.record, "Added")
+    assert kind.plan is not None
+    assert 0 < kind.plan.use.peak_bytes <= kind.plan.value.peak_bytes
+
+
 class Shifted(nn.Module):
     """What it copies is little beside all that it saves, and much beside half of that."""
 

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
@@ -27,6 +27,9 @@ FOREIGN = 0
 
 COPIED_SHARE = 1 / 8
 """What is read to recompute may be copied up to this share of the bytes that are recomputed."""
+HELD_SHARE = 1 / 4
+"""What the program still holds when a segment is evicted is copied, once a pass, up to this share
+of what the segment makes. The plan counts it in full for each segment that reads it."""
 
 
 def use_code(number: int) -> int:
@@ -73,6 +76,14 @@ class SavedTensor:
     """It was saved in the call of the module with this path, as `ModulePaths` has it."""
 
 
+class HeldBytes(NamedTuple):
+    """A storage that autograd has not saved, and that a segment holds, since it reads it."""
+
+    size_bytes: int
+    until: int
+    """From this event on nobody else holds it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SavedSegment:
     """The call of a module that is recomputed at one time."""
@@ -92,8 +103,8 @@ class SavedSegment:
     """Only autograd may hold these of them when the members are evicted."""
     operations: tuple[str, ...]
     """Operations of these names have to run, in order."""
-    held_bytes: int
-    """It reads so many bytes that only this segment holds after the call."""
+    held: tuple[HeldBytes, ...]
+    """It reads these, which only this segment holds once the program has let go of them."""
     copied_bytes: int
     """It keeps copies of so much that is small, and not saved by the engine; a part at most so
     much."""
@@ -500,13 +511,16 @@ class _Intervals:
         record = self._record
         members = sorted(segment.members)
         data = [record.data[number] for number in members]
-        after = max([segment.last, *(datum.free_at or 0 for datum in data)])
+        made_bytes = sum(datum.size_bytes for datum in data)
+        copied_above = HELD_SHARE * made_bytes
+        waits_for = [held.until for held in segment.held if held.size_bytes > copied_above]
+        after = max([segment.last, *waits_for, *(datum.free_at or 0 for datum in data)])
         for source in segment.closed - segment.copied:
             free_at = record.data[source].free_at
             after = max(after, len(record.events) if free_at is None else free_at)
         before = min((datum.needed_at or 0 for datum in data), default=0)
-        size_bytes = sum(datum.size_bytes for datum in data)
-        size_bytes -= segment.held_bytes + segment.copied_bytes
+        size_bytes = made_bytes - segment.copied_bytes
+        size_bytes -= sum(held.size_bytes for held in segment.held)
         size_bytes -= sum(record.data[source].size_bytes for source in segment.copied)
         if before - after < 2 or size_bytes < self._min_bytes:
             return None

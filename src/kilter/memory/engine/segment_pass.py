@@ -155,6 +155,7 @@ class SegmentPass:
             trial.refuse(messages.segment_failed(type(call.module).__name__, error))
             return
         trial.reads(call.parameters)
+        watch.waits_for(call.held)
         call.expected = watch, None
         for saved in members.values():
             saved.calls = [*(saved.calls or ()), call]
@@ -205,7 +206,7 @@ class SegmentPass:
             sources=frozenset(view.saved.number for view in call.inputs),
             closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
             operations=call.operations,
-            held_bytes=sum(held.tensor.nbytes for held in call.held),
+            held=watch.held(call.held),
             copied_bytes=call.copied_bytes,
             extra_bytes=extra_bytes,
             recompute_s=0.0,

@@ -25,7 +25,7 @@ from kilter.memory.engine import recording
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource
-from kilter.memory.engine.pass_record import COPIED_SHARE
+from kilter.memory.engine.pass_record import COPIED_SHARE, HELD_SHARE
 from kilter.memory.engine.recompute import Foreign, Read, Unlike
 from kilter.memory.engine.store import EVICTED, Saved, Store, View
 from kilter.observe import torch_internals
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 COPIED_BYTES = 2**20
 """Tensors of the program up to this size are copied, once a pass, if together they are at most
 `COPIED_SHARE` of what the segment makes."""
-HELD_SHARE = 1 / 4
-"""What the program still holds when a segment is evicted is copied, once a pass, up to this share
-of what the segment makes. The plan counts it in full for each segment that reads it."""
 
 
 class _Running(NamedTuple):

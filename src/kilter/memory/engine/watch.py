@@ -6,6 +6,7 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
@@ -13,7 +14,14 @@ from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.head_start import HeadStart
 from kilter.memory.engine.module_path import ModulePaths
-from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
+from kilter.memory.engine.operation_graph import HeldSource
+from kilter.memory.engine.pass_record import (
+    HeldBytes,
+    PassRecord,
+    PassRecorder,
+    SavedSegment,
+    SavedTensor,
+)
 from kilter.memory.engine.store import Saved, Store
 from kilter.memory.engine.trial import RecomputeTrial, TrialTerms
 from kilter.observe import torch_internals
@@ -103,6 +111,8 @@ class Watch:
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
         self._begin: CopyEvent = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
+        self._sources: dict[HeldSource, int | None] = {}
+        """Calls hold these tensors; it says since which event nobody else does."""
 
     @property
     def saved(self) -> int:
@@ -172,11 +182,25 @@ class Watch:
         if self.trial is not None and saved.recipe is not None:
             self.trial.use(saved, datum)
 
+    def waits_for(self, sources: Iterable[HeldSource]) -> None:
+        """A call holds these from here on: note when the program has let go of them."""
+        for source in sources:
+            self._sources.setdefault(source, None)
+
+    def held(self, sources: Iterable[HeldSource]) -> tuple[HeldBytes, ...]:
+        """The same, now that nobody else holds them."""
+        return tuple(
+            HeldBytes(source.tensor.untyped_storage().nbytes(), self.event if at is None else at)
+            for source in sources
+            for at in (self._sources.get(source),)
+        )
+
     def over(self) -> None:
         """Another pass has begun, or none will. Nothing is tried any more; what was held for that
         would count in the levels of the next pass, which may need tensors of this one."""
         for saved in self.saved_since(0):
             saved.calls = saved.recipe = None
+        self._sources.clear()
         if self.trial is not None:
             self.trial.over()
 
@@ -202,3 +226,6 @@ class Watch:
                 freed.append(number)
         for number in freed:
             del self._held_by_others[number]
+        for source, at in self._sources.items():
+            if at is None and self._store.alone(source.tensor):
+                self._sources[source] = event

@@ -111,7 +111,7 @@ class Watch:
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
         self._begin: CopyEvent = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
-        self._sources: dict[HeldSource, int | None] = {}
+        self._sources = weakref.WeakKeyDictionary[HeldSource, int | None]()
         """Calls hold these tensors; it says since which event nobody else does."""
 
     @property
@@ -200,7 +200,6 @@ class Watch:
         would count in the levels of the next pass, which may need tensors of this one."""
         for saved in self.saved_since(0):
             saved.calls = saved.recipe = None
-        self._sources.clear()
         if self.trial is not None:
             self.trial.over()
 

@@ -76,17 +76,11 @@ def _wide(width: int, layers: int, **more: Any) -> dict[str, Any]:
     }
 
 
+GPT2 = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+"""1.5 billion parameters, as published; its cache is on, as it is by default."""
 JOBS = {
-    "gpt2": Job(
-        "transformers", "GPT2", 8, "words", more={"n_embd": 1600, "n_layer": 48, "n_head": 25}
-    ),
-    "gpt2-no-cache": Job(
-        "transformers",
-        "GPT2",
-        8,
-        "words",
-        more={"n_embd": 1600, "n_layer": 48, "n_head": 25, "use_cache": False},
-    ),
+    "gpt2": Job("transformers", "GPT2", 8, "words", more=GPT2),
+    "gpt2-no-cache": Job("transformers", "GPT2", 8, "words", more={**GPT2, "use_cache": False}),
     "llama": Job("transformers", "Llama", 8, "words", more=_wide(2048, 16, intermediate_size=8192)),
     "unet": Job("diffusers", "UNet2DModel", 16, "noise"),
     "vit": Job("timm", "vit_large_patch16_224", 128, "images"),

@@ -154,7 +154,14 @@ def peak_bytes(make: Make, batch: Callable[[], Tensor]) -> int:
     return found.peak_bytes
 
 
-def within(share: float, make: Make, batch: Callable[[], Tensor], *, segments: bool) -> Swapper:
+def within(
+    share: float,
+    make: Make,
+    batch: Callable[[], Tensor],
+    *,
+    segments: bool,
+    alone_s: float = 0.0,
+) -> Swapper:
     """The engine, with a budget of `share` of the plain peak."""
     return Swapper(
         CpuTime(spoil=True),
@@ -162,6 +169,7 @@ def within(share: float, make: Make, batch: Callable[[], Tensor], *, segments: b
         link=LINK,
         min_bytes=MIN_BYTES,
         segments=segments,
+        alone_s=alone_s,
     )
 
 
@@ -1048,14 +1056,8 @@ class Adding(nn.Module):
 @pytest.mark.parametrize("share", [0.8, 0.9])
 def test_a_call_leaves_once_the_program_has_let_go_of_what_it_reads(share: float) -> None:
     """A plan that counts on it before takes more than it says."""
-    swapper = Swapper(
-        CpuTime(spoil=True),
-        budget_bytes=int(share * peak_bytes(Adding, text)),
-        link=LINK,
-        min_bytes=MIN_BYTES,
-        segments=True,
-        alone_s=1.0,  # so that calls are recomputed where they can be
-    )
+    # A tensor alone is so dear that calls are recomputed where they can be.
+    swapper = within(share, Adding, text, segments=True, alone_s=1.0)
     with swapper:
         found = trained(Adding, text)
         (kind,) = swapper._kinds

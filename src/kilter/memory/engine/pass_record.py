@@ -512,8 +512,8 @@ class _Intervals:
         members = sorted(segment.members)
         data = [record.data[number] for number in members]
         made_bytes = sum(datum.size_bytes for datum in data)
-        copied_above = HELD_SHARE * made_bytes
-        waits_for = [held.until for held in segment.held if held.size_bytes > copied_above]
+        most_copied_bytes = HELD_SHARE * made_bytes
+        waits_for = [held.until for held in segment.held if held.size_bytes > most_copied_bytes]
         after = max([segment.last, *waits_for, *(datum.free_at or 0 for datum in data)])
         for source in segment.closed - segment.copied:
             free_at = record.data[source].free_at

@@ -79,6 +79,8 @@ def _wide(width: int, layers: int, **more: Any) -> dict[str, Any]:
 GPT2 = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
 """1.5 billion parameters, as published; its cache is on, as it is by default."""
 JOBS = {
+    "gpt": Job("gpt", "GPT 1.64B", 8, "tokens"),
+    "gpt-dropout": Job("gpt", "GPT 1.64B", 8, "tokens", more={"dropout": 0.1}),
     "gpt2": Job("transformers", "GPT2", 8, "words", more=GPT2),
     "gpt2-no-cache": Job("transformers", "GPT2", 8, "words", more={**GPT2, "use_cache": False}),
     "llama": Job("transformers", "Llama", 8, "words", more=_wide(2048, 16, intermediate_size=8192)),
@@ -118,9 +120,41 @@ JOBS = {
         more=_wide(1024, 24, ffn_dim=4096, word_embed_proj_dim=1024),
     ),
     "autoencoder": Job("diffusers", "AutoencoderKL", 8, "pictures"),
+    "maxvit": Job("timm", "maxvit_base_tf_224", 64, "images"),
+    "coatnet": Job("timm", "coatnet_2_rw_224", 128, "images"),
+    "beit": Job("timm", "beitv2_large_patch16_224", 128, "images"),
+    "davit": Job("timm", "davit_base", 128, "images"),
+    "hiera": Job("timm", "hiera_base_224", 128, "images"),
+    "xcit": Job("timm", "xcit_medium_24_p16_224", 128, "images"),
+    "wide_resnet": Job("torchvision", "wide_resnet101_2", 256, "images", "Bottleneck"),
+    "gemma2": Job(
+        "transformers",
+        "Gemma2",
+        8,
+        "words",
+        more=_wide(1024, 24, intermediate_size=6912, num_key_value_heads=4, head_dim=64),
+    ),
+    "gpt_neox": Job(
+        "transformers", "GPTNeoX", 8, "words", more=_wide(2048, 16, intermediate_size=8192)
+    ),
+    "bloom": Job("transformers", "Bloom", 8, "words", more={**_wide(1024, 24), "n_head": 16}),
+    "deberta": Job(
+        "transformers", "DebertaV2", 16, "words512", more=_wide(1024, 24, intermediate_size=4096)
+    ),
+    "nfnet": Job("timm", "dm_nfnet_f1", 128, "images"),
+    "sd_unet": Job("diffusers", "UNet2DConditionModel", 16, "captions"),
 }
-HEADS = {"Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration", "GPT2": "GPT2LMHeadModel"}
+HEADS = {
+    "Bert": "BertForMaskedLM",
+    "DebertaV2": "DebertaV2ForMaskedLM",
+    "T5": "T5ForConditionalGeneration",
+    "GPT2": "GPT2LMHeadModel",
+}
 WORDS = 32000
+LENGTH = 1024
+"""Of a text, if its job says nothing else."""
+CAPTION = 768
+"""The width of the captions of images, of 77 tokens each."""
 
 
 def language(job: Job, small: bool) -> Any:
@@ -137,7 +171,8 @@ def language(job: Job, small: bool) -> Any:
 
 
 def diffusion(job: Job, small: bool) -> Any:
-    """Sizes as published: DDPM's U-Net, DiT-XL/2, the autoencoder of Stable Diffusion."""
+    """Sizes as published: DDPM's U-Net, DiT-XL/2, the autoencoder and the U-Net of Stable
+    Diffusion."""
     import diffusers
 
     make = getattr(diffusers, job.name)
@@ -161,6 +196,9 @@ def diffusion(job: Job, small: bool) -> Any:
             down_block_types=("DownEncoderBlock2D",) * len(widths),
             up_block_types=("UpDecoderBlock2D",) * len(widths),
         )
+    if job.name == "UNet2DConditionModel":
+        widths = (32, 32, 32, 32) if small else (320, 640, 1280, 1280)
+        return make(block_out_channels=widths, cross_attention_dim=CAPTION)
     return make(num_layers=2) if small else make()
 
 
@@ -175,7 +213,13 @@ def checkpointed_blocks(model: Any, classes: list[str]) -> None:
 
 
 def model_of(job: Job, small: bool, checkpoint: bool) -> Any:
-    if job.library == "transformers":
+    if job.library == "gpt":
+        from gpt import Gpt
+
+        sizes = (2, 128) if small else (48, 1600)
+        model = Gpt(*sizes, LENGTH, **job.more)
+        model.checkpointing = checkpoint
+    elif job.library == "transformers":
         model = language(job, small)
     elif job.library == "diffusers":
         model = diffusion(job, small)
@@ -208,8 +252,12 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         x = torch.randn(batch, 3, 224, 224, device=device)
         return functional.cross_entropy(model(x), torch.randint(0, 1000, (batch,), device=device))
 
+    def tokens() -> Any:
+        rows, targets = torch.randint(0, WORDS, (2, batch, LENGTH), device=device)
+        return functional.cross_entropy(model(rows).flatten(0, -2), targets.flatten())
+
     def words() -> Any:
-        length = 512 if job.feed == "words512" else 1024
+        length = 512 if job.feed == "words512" else LENGTH
         rows = torch.randint(1, WORDS, (batch, length), device=device)
         return model(input_ids=rows, labels=rows).loss
 
@@ -224,11 +272,24 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         found = model(x, timestep=times, class_labels=classes).sample
         return functional.mse_loss(found[:, :4], torch.randn_like(x))
 
+    def captions() -> Any:
+        x = torch.randn(batch, 4, 64, 64, device=device)
+        times = torch.randint(0, 1000, (batch,), device=device)
+        words = torch.randn(batch, 77, CAPTION, device=device)
+        return functional.mse_loss(model(x, times, words).sample, torch.randn_like(x))
+
     def pictures() -> Any:
         x = torch.randn(batch, 3, 128, 128, device=device)
         return functional.mse_loss(model(x, sample_posterior=True).sample, x)
 
-    feeds = {"images": images, "noise": noise, "latents": latents, "pictures": pictures}
+    feeds = {
+        "images": images,
+        "noise": noise,
+        "latents": latents,
+        "pictures": pictures,
+        "tokens": tokens,
+        "captions": captions,
+    }
     return feeds.get(job.feed, words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,14 @@ import msgspec
 import pytest
 
 from kilter.memory.engine.call_choice import CallChoice
-from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor, use_code
+from kilter.memory.engine.pass_record import (
+    HELD_SHARE,
+    HeldBytes,
+    PassRecord,
+    SavedSegment,
+    SavedTensor,
+    use_code,
+)
 from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.mix import mix
 from kilter.memory.plan.problem import IdleInterval, Link, Problem
@@ -145,6 +153,31 @@ def test_a_source_in_the_call_is_not_recomputed_from_what_is_made_from_it() -> N
     )
     (source,) = (one for one, n in zip(problem.intervals, numbers, strict=True) if n == cheap)
     assert source.recompute_s is None
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_source_that_several_calls_read_is_in_memory_once(copied: bool) -> None:
+    """As a mask that all layers read; what each reads of its own is there for each."""
+    record = record_of(cheap_s=1e-4, costly_s=1e-4)
+    made_bytes = 2 * SIZE_BYTES
+    held_bytes = int(HELD_SHARE * made_bytes) + (-1 if copied else 1)  # a larger one is not copied
+
+    def at_the_peak(number_of: Callable[[int], int]) -> tuple[int, int]:
+        """Bytes with all calls evicted that can be, and how many those are."""
+        segments = [
+            replace(one, held=(HeldBytes(held_bytes, one.last, number_of(k)),))
+            for k, one in enumerate(record.segments)
+        ]
+        problem, _ = record.problem(link=LINK, budget_bytes=1, min_bytes=1, segments=segments)
+        k = record.peak_at
+        absent = [one for one in problem.intervals if one.together and one.after < k < one.before]
+        held = problem.resident_bytes[k] - sum(one.size_bytes for one in absent)
+        return held - (record.level_bytes[k] - made_bytes * len(absent)), len(absent)
+
+    one, count = at_the_peak(lambda _: 0)
+    each, same_count = at_the_peak(lambda k: k)
+    assert count == same_count >= 4
+    assert (one, each) == (held_bytes, count * held_bytes)
 
 
 def test_where_the_host_counts_a_plan_names_fewer_tensors() -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -354,6 +355,88 @@ def test_what_the_program_holds_unsaved_does_not_keep_calls_on_the_device(
     assert report.recomputed > 0
     assert report.deviations == 0
     assert report.held_peak_bytes <= budget_bytes
+
+
+class Conditioned(Block):
+    """Reads what needs no gradients, so that autograd does not save the weight for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward(x + self.given(given)[:, None])
+
+
+class Captions(Language):
+    def __init__(self) -> None:
+        super().__init__(Conditioned)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = torch.linspace(0, 1, 16).expand(x.shape[0], 16)
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x, given)
+        return x
+
+
+@pytest.mark.usefixtures("recomputed")
+@pytest.mark.parametrize("share", [segments.COPIED_SHARE, 1e-4])
+def test_a_large_parameter_that_autograd_has_not_saved_is_copied_if_it_is_a_small_part(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "COPIED_BYTES", 512)  # as if the weight, 2 KiB, were large
+    monkeypatch.setattr(segments, "COPIED_SHARE", share)
+    plain = trained(Captions, text)
+    swapper = within(0.5, Captions, text, segments=True)
+    with swapper:
+        found = trained(Captions, text)
+        (record,) = swapper.records()
+    assert equal(plain, found)
+    assert swapper.report().deviations == 0 < swapper.report().planned
+    assert bool(named(record, "Conditioned")) is (share > 1e-4)
+
+
+class AllStates(OneBias):
+    """The program holds what each block has returned until forward ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.full((x.shape[1],) * 2, 0.1)
+        states = [self.words(x)]
+        for block in self.blocks:
+            states.append(block(states[-1], bias))
+        if states[0].requires_grad:
+            states[0].register_hook(lambda _: world.update(copies=len(COPIES)))
+        return states[-1] * 2
+
+
+COPIES: weakref.WeakSet[segments._Copy] = weakref.WeakSet()
+
+
+@pytest.mark.usefixtures("recomputed")
+def test_a_copy_is_gone_once_no_call_reads_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Copy(segments._Copy):
+        __slots__ = ()
+
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            COPIES.add(self)
+            world["most"] = max(world.get("most", 0), len(COPIES))
+
+    monkeypatch.setattr(segments, "COPIED_BYTES", 512)
+    monkeypatch.setattr(segments, "_Copy", Copy)
+    plain = trained(AllStates, text)
+    swapper = within(0.5, AllStates, text, segments=True)
+    with swapper:
+        found = trained(AllStates, text)
+        (record,) = swapper.records()
+    assert equal(plain, found)
+    assert swapper.report().deviations == 0 < swapper.report().planned
+    assert world["most"] >= 5  # of the states, and one of the bias
+    assert world["copies"] <= 2  # what the first block reads
+    held = [{one.number for one in call.held} for call in named(record, "Biased")]
+    assert len(held) == 6
+    assert len(set.intersection(*held)) == 1  # the bias is the same for all
 
 
 class Counting(Block):

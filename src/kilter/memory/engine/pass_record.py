@@ -11,10 +11,11 @@ Values and arithmetic only; the hooks are in `tensor_hooks.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
@@ -29,7 +30,7 @@ COPIED_SHARE = 1 / 8
 """What is read to recompute may be copied up to this share of the bytes that are recomputed."""
 HELD_SHARE = 1 / 4
 """What the program still holds when a segment is evicted is copied, once a pass, up to this share
-of what the segment makes. The plan counts it in full for each segment that reads it."""
+of what the segment makes."""
 
 
 def use_code(number: int) -> int:
@@ -82,6 +83,8 @@ class HeldBytes(NamedTuple):
     size_bytes: int
     until: int
     """From this event on nobody else holds it."""
+    number: int
+    """Segments that read the same storage have this number in common."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,10 +254,16 @@ class PassRecord:
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
         found = _Intervals(self, min_bytes, to_host, recompute=recompute)
         levels = list(self.level_bytes)
-        for segment in segments:
-            needed_at = found.put_together(self.prepared(segment))
-            if needed_at is not None:
-                levels[needed_at] += segment.extra_bytes
+        prepared = [self.prepared(segment) for segment in segments]
+        sources = _SegmentSources(self, prepared)
+        for segment in prepared:
+            own_bytes = segment.copied_bytes + sources.own_bytes(segment)
+            interval = found.put_together(segment, own_bytes)
+            if interval is not None:
+                levels[interval.before] += segment.extra_bytes + own_bytes
+                sources.are_needed(segment, interval)
+        for event, size_bytes in sources.shared_bytes():
+            levels[event] += size_bytes
         for number in range(len(self.data)):
             found.put(number)
         problem = Problem(
@@ -330,6 +339,10 @@ class PassRecord:
         room_bytes = COPIED_SHARE * made_bytes - segment.copied_bytes
         copied = held if held_bytes <= room_bytes else frozenset()
         return replace(segment, members=members if room_bytes >= 0 else frozenset(), copied=copied)
+
+    def most_copied_bytes(self, segment: SavedSegment) -> float:
+        """A storage of at most so many bytes is copied if the program still holds it."""
+        return HELD_SHARE * sum(self.data[number].size_bytes for number in segment.members)
 
     def _freed_by(self, segment: SavedSegment, number: int) -> bool:
         """Only autograd holds this tensor soon after the call."""
@@ -478,6 +491,48 @@ class PassRecorder:
         )
 
 
+_Source: TypeAlias = tuple[bool, bool, int]
+"""Whether it is there itself, not a copy; whether autograd has saved it; its number."""
+
+
+class _SegmentSources:
+    """The storages that only segments hold while what they make is evicted: those that the engine
+    has not saved, and copies. What several segments read is there once."""
+
+    def __init__(self, record: PassRecord, segments: Sequence[SavedSegment]) -> None:
+        self._record = record
+        readers = Counter(key for segment in segments for key in self._sizes(segment))
+        self._shared = {key for key, count in readers.items() if count > 1}
+        self._needed: dict[_Source, tuple[int, int, int]] = {}
+        """A shared source takes so many bytes, after this event, up to that one."""
+
+    def own_bytes(self, segment: SavedSegment) -> int:
+        """What this segment holds and no other one."""
+        sizes = self._sizes(segment)
+        return sum(size_bytes for key, size_bytes in sizes.items() if key not in self._shared)
+
+    def are_needed(self, segment: SavedSegment, interval: IdleInterval) -> None:
+        """A plan may recompute this segment, which reads its sources then."""
+        for key, size_bytes in self._sizes(segment).items():
+            if key in self._shared:
+                _, after, before = self._needed.get(key, (0, interval.after, interval.before))
+                after, before = min(after, interval.after), max(before, interval.before)
+                self._needed[key] = size_bytes, after, before
+
+    def shared_bytes(self) -> Iterator[tuple[int, int]]:
+        """At each event the bytes of a shared source that is there for segments alone."""
+        for size_bytes, after, before in self._needed.values():
+            yield from ((event, size_bytes) for event in range(after + 1, before + 1))
+
+    def _sizes(self, segment: SavedSegment) -> dict[_Source, int]:
+        data, limit_bytes = self._record.data, self._record.most_copied_bytes(segment)
+        sizes: dict[_Source, int] = {
+            (held.size_bytes > limit_bytes, False, held.number): held.size_bytes
+            for held in segment.held
+        }
+        return sizes | {(False, True, n): data[n].size_bytes for n in segment.copied}
+
+
 class _Intervals:
     """The intervals of a pass. Each stands behind those that it needs."""
 
@@ -505,23 +560,20 @@ class _Intervals:
         self.numbers: list[int] = []
         """Each interval has its tensor here, or the first of them."""
 
-    def put_together(self, segment: SavedSegment) -> int | None:
-        """Have all that a segment makes be one interval; gives the event that needs it. None where
-        nothing would be gained: its tensors stay on their own."""
+    def put_together(self, segment: SavedSegment, own_bytes: int) -> IdleInterval | None:
+        """Have all that a segment makes be one interval, but for `own_bytes`, which it holds for
+        that. None where nothing would be gained: its tensors stay on their own."""
         record = self._record
         members = sorted(segment.members)
         data = [record.data[number] for number in members]
-        made_bytes = sum(datum.size_bytes for datum in data)
-        most_copied_bytes = HELD_SHARE * made_bytes
-        waits_for = [held.until for held in segment.held if held.size_bytes > most_copied_bytes]
+        limit_bytes = record.most_copied_bytes(segment)
+        waits_for = [held.until for held in segment.held if held.size_bytes > limit_bytes]
         after = max([segment.last, *waits_for, *(datum.free_at or 0 for datum in data)])
         for source in segment.closed - segment.copied:
             free_at = record.data[source].free_at
             after = max(after, len(record.events) if free_at is None else free_at)
         before = min((datum.needed_at or 0 for datum in data), default=0)
-        size_bytes = made_bytes - segment.copied_bytes
-        size_bytes -= sum(held.size_bytes for held in segment.held)
-        size_bytes -= sum(record.data[source].size_bytes for source in segment.copied)
+        size_bytes = sum(datum.size_bytes for datum in data) - own_bytes
         if before - after < 2 or size_bytes < self._min_bytes:
             return None
         interval = IdleInterval(
@@ -535,7 +587,7 @@ class _Intervals:
         )
         self._together.update(dict.fromkeys(members, (segment, interval)))
         self._read.update(n for n in segment.closed if record.data[n].packed_at >= segment.first)
-        return before
+        return interval
 
     def put(self, number: int) -> None:
         """The interval of a tensor, if it has one."""

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kilter.memory.engine.small_copies import SmallCopies
 
 COPIED_BYTES = 2**20
-"""Tensors of the program up to this size are copied, once a pass, if together they are at most
-`COPIED_SHARE` of what the segment makes."""
+"""Tensors of the program up to this size, and larger parameters that autograd has not saved, are
+copied, once a pass, if together they are at most `COPIED_SHARE` of what the segment makes."""
 
 
 class _Running(NamedTuple):
@@ -203,7 +203,7 @@ class ModuleCall:
         left_bytes: float,
     ) -> int:
         """Hold what the engine has not saved; `kept` is what autograd has been given for it. Gives
-        the bytes that are copied for that, at most `left_bytes` but for parameters."""
+        the bytes that are copied for that, at most `left_bytes` but for small parameters."""
         if given is None and kept is not None:  # small, and autograd's own
             self.parameters.append(HeldSource(kept[0], kept[1]))
             self._sources[number] = self.parameters[-1]
@@ -224,13 +224,13 @@ class ModuleCall:
                 held = HeldSource(root, version, lambda: root)
             self.parameters.append(held)
         elif storage.nbytes() <= (
-            COPIED_BYTES if root is not None else min(COPIED_BYTES, left_bytes)
+            max(COPIED_BYTES, left_bytes) if root is not None else min(COPIED_BYTES, left_bytes)
         ):
             held = self._calls.copy_of(tensor)
             self._sources[number] = held
             return int(storage.nbytes())
         elif root is not None:
-            raise Foreign("reads a large parameter that autograd has not saved")
+            raise Foreign("reads a parameter that autograd has not saved, too large to be copied")
         else:
             held = self._calls.holder_of(tensor.detach())
             self.held.append(held)
@@ -355,11 +355,8 @@ class ModuleCalls:
         self._plain: Any = None
         self._ours: Any = None
         """It stands in the place of `Module.__call__`; None: nothing does."""
-        self._copies: dict[tuple[Any, ...], tuple[HeldSource, object]] = {}
-
-        self._holders: weakref.WeakValueDictionary[tuple[Any, ...], HeldSource] = (
-            weakref.WeakValueDictionary()
-        )
+        self._copies = weakref.WeakValueDictionary[tuple[Any, ...], _Copy]()
+        self._holders = weakref.WeakValueDictionary[tuple[Any, ...], HeldSource]()
 
     def enter(self) -> None:
         self._thread = get_ident()
@@ -437,27 +434,28 @@ class ModuleCalls:
         setattr(torch.nn.Module, "__call__", call)  # noqa: B010
 
     def copy_of(self, tensor: torch.Tensor) -> HeldSource:
-        """A copy of the whole storage, the same for all calls of a pass. The copy of a parameter
-        from the beginning of the pass serves, where there is one."""
+        """A copy of the whole storage, the same for all calls of a pass. The copy of a small
+        parameter from the beginning of the pass serves, where there is one."""
         storage, version = tensor.untyped_storage(), tensor._version
-        if tensor.nbytes == storage.nbytes() and self.store.alone(tensor):
+        size_bytes = storage.nbytes()
+        if tensor.nbytes == size_bytes <= COPIED_BYTES and self.store.alone(tensor):
             copy = self._small.of(tensor, version)
             if copy is not None:
                 return HeldSource(copy, copy._version)
-        key = storage._cdata, version
-        if key not in self._copies:  # with a weak reference the address stays that of its storage
-            self._copies[key] = _copied(tensor), StorageReference(storage)
-        return self._copies[key][0]
+        return self._copy((storage._cdata, version), tensor)
 
     def copy_of_saved(self, saved: Saved) -> HeldSource:
         """The same of a tensor that autograd has saved, and that the program holds."""
-        key = (saved.number,)
-        if key not in self._copies:
-            if saved.alias is None:
-                raise Foreign("what is to be copied has left")
-            copy = _copied(saved.alias)
-            self._copies[key] = copy, copy.tensor
-        return self._copies[key][0]
+        return self._copy((saved.number,), saved.alias)
+
+    def _copy(self, key: tuple[Any, ...], tensor: torch.Tensor | None) -> _Copy:
+        found = self._copies.get(key)
+        if found is not None:  # another call reads it as well
+            return found
+        if tensor is None:
+            raise Foreign("what is to be copied has left")
+        self._copies[key] = found = _Copy(tensor)
+        return found
 
     def holder_of(self, tensor: torch.Tensor) -> HeldSource:
         """Holds a tensor, the same for all calls that do: else one would see the other's."""
@@ -493,12 +491,18 @@ class ModuleCalls:
             return
 
 
-def _copied(tensor: torch.Tensor) -> HeldSource:
-    """A copy of the whole storage, and in it the tensor."""
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    layout = tensor.storage_offset(), tensor.size(), tensor.stride()
-    copy.set_(tensor.untyped_storage().clone(), *layout)
-    return HeldSource(copy, copy._version)
+class _Copy(HeldSource):
+    """A copy of the whole storage, and in it the tensor. It lives as long as a call reads it."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        copy.set_(tensor.untyped_storage().clone(), *layout)
+        super().__init__(copy, copy._version)
+        self._of = StorageReference(tensor.untyped_storage())
+        """With it the address stays that of the storage."""
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

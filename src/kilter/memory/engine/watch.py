@@ -113,6 +113,9 @@ class Watch:
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
         self._sources = weakref.WeakKeyDictionary[HeldSource, int | None]()
         """Calls hold these tensors; it says since which event nobody else does."""
+        self._storages: dict[int, int] = {}
+        """The storages of these tensors, by their addresses, have numbers. They live at one time,
+        from forward on, so no address comes twice."""
 
     @property
     def saved(self) -> int:
@@ -189,11 +192,12 @@ class Watch:
 
     def held(self, sources: Iterable[HeldSource]) -> tuple[HeldBytes, ...]:
         """The same, now that nobody else holds them."""
-        return tuple(
-            HeldBytes(source.tensor.untyped_storage().nbytes(), self.event if at is None else at)
-            for source in sources
-            for at in (self._sources.get(source),)
-        )
+        return tuple(map(self._held_bytes, sources))
+
+    def _held_bytes(self, source: HeldSource) -> HeldBytes:
+        storage, at = source.tensor.untyped_storage(), self._sources.get(source)
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        return HeldBytes(storage.nbytes(), self.event if at is None else at, number)
 
     def over(self) -> None:
         """Another pass has begun, or none will. Nothing is tried any more; what was held for that

@@ -28,7 +28,7 @@ FOREIGN = 0
 
 COPIED_SHARE = 1 / 8
 """What is read to recompute may be copied up to this share of the bytes that are recomputed."""
-HELD_SHARE = 1 / 4
+HELD_SHARE = 1 / 2
 """What the program still holds when a segment is evicted is copied, once a pass, up to this share
 of what the segment makes."""
 

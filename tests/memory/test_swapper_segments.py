@@ -1239,3 +1239,36 @@ def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
     with swapper:
         found = trained(lambda: Language(Changing, 6), text)
     assert equal(plain, found)
+
+
+@pytest.mark.usefixtures("recomputed")
+@pytest.mark.parametrize(("share", "searches"), [(1 / 512, 1), (1 / 4, 2)])
+def test_a_plan_for_a_little_less_keeps_the_calls_of_the_plan_before(
+    share: float, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find calls takes seconds, in which the program waits."""
+    best, found = call_choice.CallChoice.best, list[int]()
+
+    def searched(choice: call_choice.CallChoice) -> tuple[SavedSegment, ...]:
+        found.append(world["step"])
+        return best(choice)
+
+    monkeypatch.setattr(call_choice.CallChoice, "best", searched)
+    swapper = within(0.45, Language, text, segments=True)
+    plans: list[MemoryPlan] = []
+
+    def batch() -> Tensor:
+        if world["step"] == STEPS - 2:
+            (kind,) = swapper._kinds
+            plans.extend(swapper.report().plans)
+            assert kind.corrections.exceeded(int(share * swapper.budget_bytes))
+            kind.outdated = True
+        return text()
+
+    with swapper:
+        same = equal(trained(Language, batch), trained(Language, text))
+        plans.extend(swapper.report().plans)
+    assert same
+    assert len(found) == searches
+    before, after = plans
+    assert after.peak_bytes <= after.budget_bytes < before.budget_bytes

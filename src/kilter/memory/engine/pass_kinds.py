@@ -241,6 +241,9 @@ class PassKinds:
         """Those that were tried without calls of modules are tried again with them; or all go on
         without them, under the plans that they had before. `kept` is what an earlier run has
         chosen."""
+        if each_s != self._terms.alone_s:  # others may be better
+            for kind in self:
+                kind.kept = None
         self._terms = replace(self._terms, alone_s=each_s)
         self._kept = {one.events: one for one in kept}
         self._tried_before.clear()
@@ -510,11 +513,10 @@ class PassKinds:
             host_room_bytes=room_bytes,
             recompute=terms.planner not in SWAP_ONLY or room_bytes == 0,
         )
-        kind.segments, kind.kept = (), None
+        before, kind.segments, kind.kept = kind.kept, (), None
         if terms.planner == "mix" and kind.record.segments:
-            kind.segments, kind.kept = self._calls(
-                CallChoice(kind.record, make_problem, terms.alone_s)
-            )
+            choice = CallChoice(kind.record, make_problem, terms.alone_s)
+            kind.segments, kind.kept = self._calls(choice, before)
         problem, numbers = make_problem(kind.record, segments=kind.segments)
         problem = replace(problem, alone_s=terms.alone_s, moved_s=terms.alone_s)
         value = plan(problem, terms.planner)
@@ -526,11 +528,13 @@ class PassKinds:
         self._make_room(total)
         return self._settled_in(self._made_ready(kind, problem, numbers, value, places))
 
-    def _calls(self, choice: CallChoice) -> tuple[Segments, KeptCalls]:
-        kept = self._kept.get(choice.record.fingerprint)
-        again = None if kept is None else choice.again(kept)
-        if kept is not None and again is not None:
-            return again, kept
+    def _calls(self, choice: CallChoice, before: KeptCalls | None) -> tuple[Segments, KeptCalls]:
+        """Those of the plan before or of an earlier run, if they are as good as they were; else the
+        best, which takes seconds to find."""
+        for kept in (before, self._kept.get(choice.record.fingerprint)):
+            again = None if kept is None else choice.again(kept)
+            if kept is not None and again is not None:
+                return again, kept
         best = choice.best()
         return best, choice.kept(best)
 

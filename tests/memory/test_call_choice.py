@@ -139,6 +139,9 @@ def test_a_part_takes_what_its_tensors_take() -> None:
     other = record.part(whole, {costly})
     assert (other.sources, other.closed) == ({cheap}, {cheap})
     assert not record.part(replace(whole, reads={}), whole.members).members
+    # All of it is the call itself, at the price that was measured.
+    measured = replace(whole, recompute_s=1e-2)
+    assert record.part(measured, whole.members) == measured
     # What is not known of single ones is the rest of the call.
     record.data[costly].recompute_s = None
     assert record.part(whole, {costly}).recompute_s == whole.recompute_s - 1e-4

@@ -288,6 +288,8 @@ class PassRecord:
         """The same call, of which only the chosen tensors are recomputed: what it ran made the same
         bits, and now less of it runs, from more of what was saved."""
         members = segment.members & chosen & segment.reads.keys()
+        if members == segment.members:
+            return segment
         sources = frozenset[int]().union(*(segment.reads[number] for number in members)) - members
         took_s = self._took_s(segment)
         return replace(

@@ -692,7 +692,37 @@ class Spared(Experts):
     spare = 2
 
 
+class Rotated(Block):
+    """Sets what it makes in two parts, as where embeddings are rotated."""
+
+    parts: tuple[Any, Any] = (slice(0, None, 2), slice(1, None, 2))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        first, second = (x[..., part] for part in self.parts)
+        turned = torch.empty_like(x)
+        turned[..., self.parts[0]] = first * 0.8 - second * 0.6
+        turned[..., self.parts[1]] = first * 0.6 + second * 0.8
+        return super().forward(turned)
+
+
+class RotatedHalves(Rotated):
+    parts = (slice(None, WIDTH // 2), slice(WIDTH // 2, None))
+
+
+class RotatedInPart(Rotated):
+    """The last elements are set by another operation, which reads the first ones."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        turned = torch.empty_like(x)
+        turned[..., : WIDTH // 2] = x[..., : WIDTH // 2] * 0.8
+        turned[..., WIDTH // 2 :] = turned[..., : WIDTH // 2] + x[..., WIDTH // 2 :]
+        return Block.forward(self, turned)
+
+
 PROGRAMS: dict[str, tuple[Make, str | None]] = {
+    "rotated": (lambda: Language(Rotated), "Rotated"),
+    "rotated halves": (lambda: Language(RotatedHalves), "RotatedHalves"),
+    "memory that is read before all is set": (lambda: Language(RotatedInPart), None),
     "experts": (lambda: Language(Experts), "Experts"),
     "memory that is not all set": (lambda: Language(Spared), None),
     "attributes": (lambda: Language(Counting), "Counting"),

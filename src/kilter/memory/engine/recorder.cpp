@@ -20,6 +20,7 @@
 #include "saved_tensors.h"
 #include "small_copies.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -69,6 +70,47 @@ struct Ref {
       return base;
     return at::as_strided(base, size, stride, offset);
   }
+};
+
+// `UnsetMemory` of unset_memory.py.
+class UnsetMemory {
+ public:
+  explicit UnsetMemory(int64_t size_bytes) : size_bytes_(size_bytes) {}
+
+  bool set(const Ref& view) {
+    const int64_t each = static_cast<int64_t>(c10::elementSize(view.dtype));
+    std::vector<std::pair<int64_t, int64_t>> dimensions;
+    for (size_t i = 0; i < view.size.size(); i++)
+      if (view.size[i] != 1) dimensions.emplace_back(each * view.stride[i], view.size[i]);
+    std::sort(dimensions.begin(), dimensions.end());
+    int64_t width = each, rows = 1, row = size_bytes_;
+    for (const auto& [step, count] : dimensions) {
+      if (rows == 1 && step == width) {
+        width *= count;
+      } else if (rows == 1) {
+        rows = count;
+        row = step;
+      } else if (step == rows * row) {
+        rows *= count;
+      } else {
+        return false;
+      }
+    }
+    if (rows * row != size_bytes_ || (row_bytes_ != 0 && row_bytes_ != row)) return false;
+    row_bytes_ = row;
+    columns_.emplace_back(each * view.offset, each * view.offset + width);
+    std::sort(columns_.begin(), columns_.end());
+    int64_t reached = 0;
+    for (const auto& [first, last] : columns_) {
+      if (first > reached) return false;
+      reached = std::max(reached, last);
+    }
+    return reached == row;
+  }
+
+ private:
+  int64_t size_bytes_, row_bytes_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> columns_;
 };
 
 enum class Kind { Constant, One, List, OptionalList };
@@ -429,20 +471,21 @@ class Recorder {
            index.size == target.refs[0].size;
   }
 
-  // What was not set may only be set as a whole now.
+  // What was not set may only be set now.
   void fill(const Rules& rules, const Step& step) {
     std::set<int64_t> met(step.reads.begin(), step.reads.end());
     met.insert(step.writes.begin(), step.writes.end());
     for (const int64_t number : met) {
       const auto blank = blank_.find(number);
       if (blank == blank_.end()) continue;
-      const bool one = (rules.fills || (rules.puts && puts_all(step))) && !step.arguments.empty() &&
-                       step.arguments[0].kind == Kind::One;
-      const Ref* target = one ? &step.arguments[0].refs[0] : nullptr;
-      if (target == nullptr || target->storage != number || target->offset != 0 ||
-          c10::multiply_integers(target->size) != blank->second)
-        throw Foreign("memory is read that no operation has set");
-      blank_.erase(blank);
+      size_t times = 0;
+      for (const auto& argument : step.arguments)
+        for (const Ref& ref : argument.refs) times += ref.storage == number;
+      const bool sets = (rules.fills || (rules.puts && puts_all(step))) && times == 1 &&
+                        step.arguments[0].kind == Kind::One &&
+                        step.arguments[0].refs[0].storage == number;
+      if (!sets) throw Foreign("memory is read that no operation has set");
+      if (blank->second.set(step.arguments[0].refs[0])) blank_.erase(blank);
     }
   }
 
@@ -459,7 +502,7 @@ class Recorder {
       if (numbers_.count(result.storage().unsafeGetStorageImpl())) continue;
       const int64_t number = this->count(result, static_cast<int64_t>(steps_.size()));
       step->makes.emplace_back(place, number);
-      if (rules.memory) blank_[number] = result.numel();
+      if (rules.memory) blank_.emplace(number, UnsetMemory(result.nbytes()));
     }
     if (step->makes.empty() && step->writes.empty()) return;
     step->refused = rules.refused || (sums && rules.unordered);
@@ -509,7 +552,7 @@ class Recorder {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> references_;  // keep addresses from reuse
   std::vector<int64_t> versions_, made_at_;
   std::unordered_map<int64_t, std::pair<Tensor, int64_t>> given_;
-  std::unordered_map<int64_t, int64_t> blank_;  // storages not set since they were made: elements
+  std::unordered_map<int64_t, UnsetMemory> blank_;  // storages not set as a whole since then
   std::string ended_;
 };
 

@@ -21,6 +21,7 @@ import torch
 
 from kilter.memory.engine.aliases import StorageReference, view_of
 from kilter.memory.engine.recompute import Foreign
+from kilter.memory.engine.unset_memory import UnsetMemory
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -331,8 +332,8 @@ class OperationRecorder(CallRecorder):
         self._numbers: dict[int, int] = {}
         self._references: list[StorageReference] = []
         self._versions: list[int] = []
-        self._blank: set[int] = set()
-        """These storages were not set since they were made."""
+        self._blank: dict[int, UnsetMemory] = {}
+        """These storages were not set as a whole since they were made."""
         self._reads: set[int] = set()
         """The step that is being noted reads these."""
 
@@ -380,7 +381,7 @@ class OperationRecorder(CallRecorder):
                     writes.add(ref.storage)
                     self._versions[ref.storage] += 1
         if self._blank:
-            self._fills(rules, refs, writes)
+            self._fills(rules, (*refs, *named.values()), writes)
         results = [(i, one) for i, one in enumerate(_leaves(made)) if isinstance(one, torch.Tensor)]
         makes = [
             (place, self._count(result, len(self._steps)))
@@ -388,7 +389,8 @@ class OperationRecorder(CallRecorder):
             if result.untyped_storage()._cdata not in self._numbers
         ]
         if rules.memory:
-            self._blank.update(number for _, number in makes)
+            sizes = {place: result.nbytes for place, result in results}
+            self._blank.update((number, UnsetMemory(sizes[place])) for place, number in makes)
         if makes or writes:
             sums = any(result.is_floating_point() for _, result in results)
             refused = rules.refused or (sums and rules.unordered)
@@ -409,18 +411,15 @@ class OperationRecorder(CallRecorder):
             )
 
     def _fills(self, rules: Rules, refs: tuple[Any, ...], writes: set[int]) -> None:
-        """What was not set may only be set as a whole now."""
-        for number in self._blank & (self._reads | writes):
-            target = refs[0] if refs and (rules.fills or (rules.puts and _puts_all(refs))) else None
-            whole = (
-                type(target) is Ref
-                and target.storage == number
-                and target.offset == 0
-                and target.size.numel() == _elements(self._steps[self._made_at[number]])
-            )
-            if not whole:
+        """What was not set may only be set now."""
+        for number in self._blank.keys() & (self._reads | writes):
+            sets = refs and (rules.fills or (rules.puts and _puts_all(refs)))
+            met = [ref for ref in _leaves(refs) if type(ref) is Ref and ref.storage == number]
+            if not sets or met != [refs[0]]:
                 raise Foreign("memory is read that no operation has set")
-            self._blank.discard(number)
+            _, dtype, *view = met[0]
+            if self._blank[number].set(*view, each_bytes=dtype.itemsize):
+                del self._blank[number]
 
     def _taken(self, value: Any) -> Any:
         """An argument, with a `Ref` for each tensor."""
@@ -473,7 +472,7 @@ class OperationRecorder(CallRecorder):
         since = self._steps[begin:]
         written = {number for step in since for number in step.writes}
         needed, given = set(wanted), set()
-        if not self._blank.isdisjoint(needed):
+        if not needed.isdisjoint(self._blank):
             raise Foreign("memory is read that no operation has set")
         chosen = []
         for step in reversed(since):
@@ -503,14 +502,6 @@ def _puts_all(refs: Sequence[Any]) -> bool:
         return False
     index = indices[0]
     return index.dtype is torch.int64 and len(target.size) == 1 and index.size == target.size
-
-
-def _elements(step: Step) -> int:
-    """How many elements a tensor has whose memory a step has made; -1 if that is not known."""
-    sizes = [value for value in step.args if type(value) in (list, tuple, torch.Size)]
-    if step.operation._schema.name == "aten::empty_like":
-        return int(step.args[0].size.numel()) if type(step.args[0]) is Ref else -1
-    return int(torch.Size(sizes[0]).numel()) if sizes else -1
 
 
 class _Steps:

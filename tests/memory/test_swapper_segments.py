@@ -719,7 +719,24 @@ class RotatedInPart(Rotated):
         return Block.forward(self, turned)
 
 
+class Summed(Block):
+    """Adds up its tokens, which has one order on a GPU where there are several rows."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x + self.sums(x) * 0.01)
+
+    def sums(self, x: Tensor) -> Tensor:
+        return self.two(x).sigmoid().cumsum(1)
+
+
+class SummedAtOnce(Summed):
+    def sums(self, x: Tensor) -> Tensor:
+        return self.two(x).sigmoid().flatten().cumsum(0).view_as(x)
+
+
 PROGRAMS: dict[str, tuple[Make, str | None]] = {
+    "sums of rows": (lambda: Language(Summed), "Summed"),
+    "sums of one row": (lambda: Language(SummedAtOnce), None),
     "rotated": (lambda: Language(Rotated), "Rotated"),
     "rotated halves": (lambda: Language(RotatedHalves), "RotatedHalves"),
     "memory that is read before all is set": (lambda: Language(RotatedInPart), None),

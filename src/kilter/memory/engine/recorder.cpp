@@ -44,7 +44,7 @@ struct Foreign : std::runtime_error {
 struct Rules {
   std::string name, ends;
   PyObject* text;  // the name; never freed
-  bool looks, refused, unordered, random, memory, fills, puts, norm;
+  bool looks, refused, unordered, random, memory, fills, puts, norm, scans;
   std::vector<size_t> writes;
 };
 
@@ -471,6 +471,16 @@ class Recorder {
            index.size == target.refs[0].size;
   }
 
+  // `_in_rows` of recording.py.
+  static bool in_rows(const Step& step) {
+    const auto& [tensor, dim] = std::tie(step.arguments[0], step.arguments[1]);
+    if (tensor.kind != Kind::One || !dim.constant.isInt()) return false;
+    const auto& size = tensor.refs[0].size;
+    if (size.empty()) return false;
+    const int64_t along = dim.constant.toInt(), dimensions = static_cast<int64_t>(size.size());
+    return c10::multiply_integers(size) != size[along < 0 ? along + dimensions : along];
+  }
+
   // What was not set may only be set now.
   void fill(const Rules& rules, const Step& step) {
     std::set<int64_t> met(step.reads.begin(), step.reads.end());
@@ -505,7 +515,8 @@ class Recorder {
       if (rules.memory) blank_.emplace(number, UnsetMemory(result.nbytes()));
     }
     if (step->makes.empty() && step->writes.empty()) return;
-    step->refused = rules.refused || (sums && rules.unordered);
+    const bool unordered = rules.unordered && !(rules.scans && in_rows(*step));
+    step->refused = rules.refused || (sums && unordered);
     steps_.push_back(step);
   }
 
@@ -586,6 +597,7 @@ const Rules* rules_of(const c10::OperatorHandle& operation) {
     rules->fills = asked.attr("fills").cast<bool>();
     rules->puts = asked.attr("puts").cast<bool>();
     rules->norm = asked.attr("norm").cast<bool>();
+    rules->scans = asked.attr("scans").cast<bool>();
     rules->writes = asked.attr("writes").cast<std::vector<size_t>>();
   }
   std::lock_guard<std::mutex> lock(rules_mutex);

@@ -70,6 +70,9 @@ _UNORDERED = frozenset(
 )  # fmt: skip
 """On a GPU they add floating point numbers in no fixed order (torch.use_deterministic_algorithms
 has the list)."""
+_SCAN = "cumsum"
+"""It has an order where there are several rows: PyTorch's own kernels add up each of them in one
+way (ATen/native/cuda/ScanUtils.cuh). Only a single row goes to a library's scan, which has none."""
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -119,6 +122,7 @@ class Rules(NamedTuple):
     fills: bool
     puts: bool
     norm: bool
+    scans: bool
 
 
 def rules_named(name: str, overload: str) -> Rules:
@@ -133,7 +137,7 @@ def rules_of(operation: Any) -> Rules:
     schema = getattr(operation, "_schema", None)
     if schema is None:
         why, name = "an operation of higher order", str(operation)
-        return Rules(name, name, False, why, True, False, (), (), *(False,) * 5)
+        return Rules(name, name, False, why, True, False, (), (), *(False,) * 6)
     namespace, _, name = schema.name.partition("::")
     positions, named, looks = [], [], False
     for position, argument in enumerate(schema.arguments):
@@ -162,6 +166,7 @@ def rules_of(operation: Any) -> Rules:
         fills=name in _FILL,
         puts=name == _PUT,
         norm=name in _BATCH_NORMS,
+        scans=name.removesuffix("_") == _SCAN,
     )
 
 
@@ -393,7 +398,8 @@ class OperationRecorder(CallRecorder):
             self._blank.update((number, UnsetMemory(sizes[place])) for place, number in makes)
         if makes or writes:
             sums = any(result.is_floating_point() for _, result in results)
-            refused = rules.refused or (sums and rules.unordered)
+            unordered = rules.unordered and not (rules.scans and _in_rows(refs))
+            refused = rules.refused or (sums and unordered)
             generator, state = drawn
             self._steps.append(
                 Step(
@@ -502,6 +508,14 @@ def _puts_all(refs: Sequence[Any]) -> bool:
         return False
     index = indices[0]
     return index.dtype is torch.int64 and len(target.size) == 1 and index.size == target.size
+
+
+def _in_rows(refs: Sequence[Any]) -> bool:
+    """A scan along one of several dimensions."""
+    tensor, dim, *_ = refs
+    if type(tensor) is not Ref or type(dim) is not int or not tensor.size:
+        return False
+    return bool(tensor.size.numel() != tensor.size[dim])
 
 
 class _Steps:

@@ -1,4 +1,5 @@
-"""Models of libraries: plain, with their own checkpointing, and under a memory budget.
+"""Models of libraries, and the GPT of `gpt.py`: plain, with their own checkpointing, and under a
+memory budget.
 
     python benchmarks/memory_libraries.py --out DIR [--models resnet152,llama] [--limit-s 500]
 

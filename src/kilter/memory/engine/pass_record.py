@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
@@ -493,8 +493,9 @@ class PassRecorder:
         )
 
 
-_Source: TypeAlias = tuple[bool, bool, int]
-"""Whether it is there itself, not a copy; whether autograd has saved it; its number."""
+_Source: TypeAlias = tuple[Literal["held", "copy", "copy of saved"], int]
+"""What a segment holds in order to be run again, and its number: a storage that autograd has not
+saved, a copy of one, or a copy of a saved tensor."""
 
 
 class _SegmentSources:
@@ -527,12 +528,12 @@ class _SegmentSources:
             yield from ((event, size_bytes) for event in range(after + 1, before + 1))
 
     def _sizes(self, segment: SavedSegment) -> dict[_Source, int]:
-        data, limit_bytes = self._record.data, self._record.most_copied_bytes(segment)
+        record, limit_bytes = self._record, self._record.most_copied_bytes(segment)
         sizes: dict[_Source, int] = {
-            (held.size_bytes > limit_bytes, False, held.number): held.size_bytes
+            ("held" if held.size_bytes > limit_bytes else "copy", held.number): held.size_bytes
             for held in segment.held
         }
-        return sizes | {(False, True, n): data[n].size_bytes for n in segment.copied}
+        return sizes | {("copy of saved", n): record.data[n].size_bytes for n in segment.copied}
 
 
 class _Intervals:

@@ -870,6 +870,22 @@ def test_a_tensor_leaves_and_comes_back_as_python_has_it(both: tuple[Any, Any], 
     assert answers[0] == answers[1]
 
 
+def test_nothing_is_loaded_before_a_call_has_left(both: tuple[Any, Any]) -> None:
+    """There is memory for it only then, and it is Python that gives up what the call has saved."""
+    moving, seen = Moving(both[0]), []
+    for due in (OFFLOAD, EVICT):
+        moving.carry_out(due)
+
+    def attend(moves: bool, saved: Saved | None) -> None:
+        seen.append(moving.saved.state)
+        moving._attend(moves, saved)
+
+    moving.walk.attend = attend
+    moving.carry_out(Due((), (-1,), (7,)))
+    assert seen == [EVICTED]
+    assert moving.saved.state == PREFETCHING
+
+
 def test_while_operations_are_recorded_python_sees_to_it(both: tuple[Any, Any]) -> None:
     moving = Moving(both[0])
     moving.due = EVICT

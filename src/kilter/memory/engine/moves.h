@@ -373,7 +373,8 @@ bool catch_up(const Position* self) {
   return all;
 }
 
-// `DueMoves.carry_out`. False: Python has to see to some.
+// `DueMoves.carry_out`. False: Python has to see to the rest. Nothing is loaded before all that is due
+// has left: there is memory for it only then.
 bool carry_out(const Position* self, const PlannedStep& step) {
   if (times_waits(self)) return false;
   const auto late = PyDict_GET_SIZE(self->held.overdue);
@@ -402,13 +403,14 @@ bool carry_out(const Position* self, const PlannedStep& step) {
     all &= tried != Tried::kLeftToPython;
     if (tried == Tried::kNotYet) note_overdue(self, number.ptr(), Py_None);
   }
+  if (!all) return false;
   for (long long i = 0; i < step.prefetches; i++) {
     const auto number = py::int_(*next++);
     not_overdue(self, number.ptr());
     const auto saved = followed(self, number.ptr());
     if (!saved.is_none()) prefetch(self, saved.ptr());
   }
-  return all;
+  return true;
 }
 
 }  // namespace

@@ -19,12 +19,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kilter.app.report.memory import timeline_of
+from kilter.memory import messages
 from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments, trial
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.segments import SegmentChoice, levels
+from kilter.memory.schedule import schedule_of
 
 pytestmark = pytest.mark.usefixtures("recorder")
 
@@ -272,6 +275,42 @@ def test_a_call_that_reads_casts_of_weights_may_leave_before_forward_ends() -> N
     blocks = named(record, "Block")
     assert leave_in_forward(record, blocks)
     assert any(record.data[n].free_at == record.backward_from for n in blocks[0].sources)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "in part"])
+def test_the_files_and_sentences_of_a_run_count_each_tensor_of_a_call(
+    parts: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture in the report is drawn from the files: its peak and time are the plan's."""
+    if parts:
+        request.getfixturevalue("in_part")
+    monkeypatch.setattr("kilter.memory.schedule.MIB", MIN_BYTES)  # what tests train is small
+    with within(0.5 if parts else 0.36, Language, text, segments=True) as swapper:
+        so_far: list[int] = []
+
+        def batch() -> Tensor:
+            so_far.append(swapper.report().recomputed)
+            return text()
+
+        trained(Language, batch)
+        (planned,) = swapper.plans()
+    recomputed = so_far[-1] - so_far[-2]
+    record, value, numbers, calls = planned
+    assert any(record.members(segment)[:1] == (n,) for segment in calls for n in numbers)
+    assert recomputed == value.recomputed > len(value.schedule.recomputed)
+    problem, every = record.problem(
+        link=LINK, budget_bytes=value.budget_bytes, min_bytes=MIN_BYTES, segments=calls
+    )
+    intervals = [every.index(number) for number in numbers]
+    written = schedule_of(planned, problem=problem, intervals=intervals, device="cpu", reason="")
+    drawn = timeline_of(written.trace, written.plan)
+    assert drawn is not None
+    assert max(drawn.after_bytes) == value.peak_bytes
+    assert drawn.end_s == pytest.approx(value.iteration_s)
+    assert drawn.problem.tensors(drawn.schedule.recomputed) == recomputed
+    assert f"{recomputed} recomputed" in messages.in_force(
+        value, value.budget_bytes, gradients_stay=False
+    )
 
 
 class Gated(Block):

@@ -143,7 +143,7 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
     recomputed = frozenset(chosen.schedule.recomputed)
     swap, recompute, keep = [], [], []
     for index, interval in enumerate(problem.intervals):
-        entry = taken(interval, ("name", "size_bytes", "after", "before"))
+        entry = taken(interval, ("name", "size_bytes", "after", "before", "tensors"))
         if index in moves:
             swap.append(entry | {"release": moves[index].release, "load": moves[index].load})
         elif index in recomputed:
@@ -179,9 +179,12 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
         f"time    {show_time(found['iteration_s'])} ({show_fraction(slowdown, signed=True)}), "
         f"bound {show_time(found['bound_s'])} [{found['label'].value}]"
     )
+    swapped, recomputed, kept = (
+        sum(entry["tensors"] for entry in found["actions"][action])
+        for action in ("swap", "recompute", "keep")
+    )
     print(
-        f"actions {len(found['actions']['swap'])} offloaded, "
-        f"{len(found['actions']['recompute'])} recomputed, {len(found['actions']['keep'])} kept; "
+        f"actions {swapped} offloaded, {recomputed} recomputed, {kept} kept; "
         f"{show_bytes(found['out_bytes'])} out, {show_fraction(found['hidden'])} hidden, "
         f"{show_bytes(found['host_bytes'])} of host memory"
     )

@@ -82,6 +82,8 @@ class Datum:
     to be so."""
     sources: tuple[int, ...] = ()
     """This needs the data with these indices on the device."""
+    together: int = 0
+    """It stands for so many tensors, which the call of a module makes together; 0: it is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

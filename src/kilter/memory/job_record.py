@@ -3,6 +3,7 @@ and the record that the report reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,8 @@ from kilter.memory.recompute_choice import RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.engine import Swapper, SwapReport
-    from kilter.memory.engine.pass_record import PassRecord
-    from kilter.memory.plan.choose import MemoryPlan
+    from kilter.memory.engine.engine import PassPlan, Swapper, SwapReport
+    from kilter.memory.engine.pass_record import PassRecord, SavedSegment
     from kilter.memory.plan.problem import Link, Problem
 
 NO_PLAN_AFTER = 40
@@ -81,9 +81,9 @@ class JobRecord:
         if not self._plain_seen and not report.spilled:
             self._plain_seen = self._budget.plain_peak_known()
         if not self._run.dry_run and (new := self._log.new(report.plans)):
-            for record, plan, numbers in self._swapper.plans():
-                if plan in new:
-                    self._log_plan(record, plan, numbers)
+            for planned in self._swapper.plans():
+                if planned.plan in new:
+                    self._log_plan(planned)
             self.tell()  # a killed run has what its plans were made for
         self._log.refuse_new(report.refused)
         if stands and not self._said and not self._run.dry_run:
@@ -107,20 +107,24 @@ class JobRecord:
         self._said = True
         self._log.tell(f"memory: {text}")
 
-    def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
-        problem, every = self._problem(record, plan.budget_bytes)
+    def _log_plan(self, planned: PassPlan) -> None:
+        record, budget_bytes = planned.record, planned.plan.budget_bytes
+        problem, every = self._problem(record, budget_bytes, planned.segments)
         budget = self._budget.in_force
         self._log.add(
-            plan,
-            record,
+            planned,
             problem,
-            [every.index(number) for number in numbers],
+            [every.index(number) for number in planned.numbers],
             device=self._run.info.name if self._peak.on_gpu else "cpu",
             reason=f"a memory budget of {show_bytes(budget.size_bytes)}: {budget.words}",
         )
 
-    def _problem(self, record: PassRecord, budget_bytes: int) -> tuple[Problem, tuple[int, ...]]:
-        return record.problem(link=self._link, budget_bytes=budget_bytes, min_bytes=MIB)
+    def _problem(
+        self, record: PassRecord, budget_bytes: int, segments: Sequence[SavedSegment] = ()
+    ) -> tuple[Problem, tuple[int, ...]]:
+        return record.problem(
+            link=self._link, budget_bytes=budget_bytes, min_bytes=MIB, segments=segments
+        )
 
     def tell(self, least_bytes: int | None = None, bound_s: float | None = None) -> None:
         """Record how the job stands."""
@@ -182,6 +186,7 @@ class JobRecord:
 
     def _plan_only(self) -> None:
         """What would have been done."""
+        from kilter.memory.engine.engine import PassPlan
         from kilter.memory.plan.choose import plan
 
         record = self._swapper.largest_pass()
@@ -190,15 +195,15 @@ class JobRecord:
             return
         problem, numbers = self._problem(record, budget_bytes)
         try:
-            self._log_plan(record, plan(problem), numbers)
+            self._log_plan(PassPlan(record, plan(problem), numbers, ()))
         except PlanError as error:
             self._log.refuse_new((messages.of_error(error),))
 
     def _bounds(self) -> tuple[int | None, float | None]:
         """The smallest peak of all kinds of passes; and, for the largest pass that was planned, or
         seen, the time that no schedule beats."""
-        planned = max(self._swapper.plans(), key=lambda p: p[1].peak_before_bytes, default=None)
-        record = self._swapper.largest_pass() if planned is None else planned[0]
+        planned = max(self._swapper.plans(), key=lambda p: p.plan.peak_before_bytes, default=None)
+        record = self._swapper.largest_pass() if planned is None else planned.record
         budget_bytes = self._budget.in_force.size_bytes
         if record is None or budget_bytes is None:
             return None, None
@@ -211,7 +216,7 @@ class JobRecord:
             with suppress(KilterError):
                 bound_s = relax(problem, limit_s=BOUND_S).bound_s
         if bound_s is not None and planned is not None:
-            iteration_s = planned[1].iteration_s
+            iteration_s = planned.plan.iteration_s
             # Where times have changed since, it is the bound of another plan.
             retimed = bound_s > (1 + BOUND_ROUNDING) * iteration_s
             bound_s = None if retimed else min(bound_s, iteration_s)

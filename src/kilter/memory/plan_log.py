@@ -13,7 +13,7 @@ from kilter.core.errors import BudgetTooSmall
 from kilter.core.reasons import Reason
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.pass_record import PassRecord
+    from kilter.memory.engine.engine import PassPlan
     from kilter.memory.plan.choose import MemoryPlan
     from kilter.memory.plan.problem import Problem
     from kilter.memory.schedule import PlannedPass
@@ -62,8 +62,7 @@ class PlanLog:
 
     def add(
         self,
-        plan: MemoryPlan,
-        record: PassRecord,
+        planned: PassPlan,
         problem: Problem,
         intervals: Sequence[int],
         *,
@@ -71,17 +70,17 @@ class PlanLog:
         reason: str,
     ) -> None:
         """This plan is in force. `problem` and `intervals` are as `schedule_of` has them."""
+        plan = planned.plan
         from kilter.memory.schedule import fitted, schedule_of
 
-        kept = len(problem.intervals) - plan.swapped - plan.recomputed
+        tensors = problem.tensors(range(len(problem.intervals)))
+        kept = tensors - plan.swapped - plan.recomputed
         self._run.log(fitted(plan, t_s=self._run.log.now_s(), kept=kept))
         self._plans.append(plan)
         if plan.peak_before_bytes < max((p.peak_before_bytes for p in self._latest), default=0):
             return  # a smaller pass than the one in the files
         self._schedules.append(
-            schedule_of(
-                record, plan, problem=problem, intervals=intervals, device=device, reason=reason
-            )
+            schedule_of(planned, problem=problem, intervals=intervals, device=device, reason=reason)
         )
 
     def numbers_of(self, plans: Iterable[MemoryPlan]) -> tuple[int, ...]:

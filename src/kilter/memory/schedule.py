@@ -11,7 +11,7 @@ from kilter.core.memory_record import PlanFigures
 from kilter.core.plan import Effect, MoveData, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB
-from kilter.memory.engine.pass_record import PassRecord
+from kilter.memory.engine.engine import PassPlan
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
 
@@ -37,8 +37,7 @@ def fitted(plan: MemoryPlan, *, t_s: float, kept: int) -> Fitted:
 
 
 def schedule_of(
-    record: PassRecord,
-    plan: MemoryPlan,
+    planned: PassPlan,
     *,
     problem: Problem,
     intervals: Sequence[int],
@@ -47,10 +46,11 @@ def schedule_of(
 ) -> PlannedPass:
     """What is written down: `problem` is what a reader makes of the trace, and `intervals` says
     which of its intervals each one of the plan is."""
+    plan = planned.plan
     moves = [(intervals[move.interval], move.release, move.load) for move in plan.schedule.moves]
     link = problem.link
     return PlannedPass(
-        trace=record.trace(device=device),
+        trace=planned.record.trace(device=device, segments=planned.segments),
         plan=Plan(
             planner=plan.planner,
             actions=(),

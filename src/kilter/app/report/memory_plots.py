@@ -169,7 +169,8 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
     beside = " Kept is meant beside the model's own checkpointing, which is on."
     beside *= memory.record.own_checkpointing
     before, after = max(found.before_bytes), max(found.after_bytes)
-    swapped, recomputed = len(found.schedule.moves), len(found.schedule.recomputed)
+    swapped = len(found.schedule.moves)
+    recomputed = found.problem.tensors(found.schedule.recomputed)
     return figure(
         Label.SIMULATED,
         "memory",

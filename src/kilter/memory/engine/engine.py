@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,13 @@ from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.next_pass import NextPass
 from kilter.memory.engine.pass_kinds import Kinds, PassKinds, PlanTerms
-from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
+from kilter.memory.engine.pass_record import (
+    FOREIGN,
+    PassRecord,
+    SavedSegment,
+    again_code,
+    use_code,
+)
 from kilter.memory.engine.pass_under_plan import PassUnderPlan
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.store import (
@@ -58,6 +64,17 @@ from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
+
+
+class PassPlan(NamedTuple):
+    """The plan of one kind of pass."""
+
+    record: PassRecord
+    plan: MemoryPlan
+    numbers: tuple[int, ...]
+    """The tensor with this number is behind each interval that was planned."""
+    segments: tuple[SavedSegment, ...]
+    """Each of these calls of modules was one interval, with the number of its first tensor."""
 
 
 class SwapReport(MemoryCounts, frozen=True, kw_only=True):
@@ -276,11 +293,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         again = [record for record in records if record.passes > 1]
         return max(again or records, key=lambda record: record.peak_bytes, default=None)
 
-    def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
-        """For each kind of pass with a plan: its record, the plan, and the number of the tensor
-        behind each interval that the plan names."""
-        found = [(kind.record, kind.plan) for kind in self._kinds]
-        return tuple((record, r.value, r.numbers) for record, r in found if r is not None)
+    def plans(self) -> tuple[PassPlan, ...]:
+        """One for each kind of pass with a plan."""
+        found = [(kind.record, kind.plan, kind.segments) for kind in self._kinds]
+        return tuple(
+            PassPlan(record, ready.value, ready.numbers, segments)
+            for record, ready, segments in found
+            if ready is not None
+        )
 
     # Hooks
 

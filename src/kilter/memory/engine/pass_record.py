@@ -252,6 +252,25 @@ class PassRecord:
         number of the first of them.
         """
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
+        found, levels = self._intervals(segments, min_bytes, to_host, recompute=recompute)
+        problem = Problem(
+            operation_s=tuple(self.operation_s),
+            resident_bytes=tuple(levels),
+            intervals=tuple(found.intervals),
+            link=link,
+            budget_bytes=budget_bytes,
+        )
+        return beside(problem, state, seen=True), tuple(found.numbers)
+
+    def _intervals(
+        self,
+        segments: Sequence[SavedSegment],
+        min_bytes: int,
+        to_host: frozenset[int] | None = None,
+        *,
+        recompute: bool = True,
+    ) -> tuple[_Intervals, list[int]]:
+        """The intervals with these segments, and the levels with what they take beside them."""
         found = _Intervals(self, min_bytes, to_host, recompute=recompute)
         levels = list(self.level_bytes)
         prepared = [self.prepared(segment) for segment in segments]
@@ -266,14 +285,7 @@ class PassRecord:
             levels[event] += size_bytes
         for number in range(len(self.data)):
             found.put(number)
-        problem = Problem(
-            operation_s=tuple(self.operation_s),
-            resident_bytes=tuple(levels),
-            intervals=tuple(found.intervals),
-            link=link,
-            budget_bytes=budget_bytes,
-        )
-        return beside(problem, state, seen=True), tuple(found.numbers)
+        return found, levels
 
     def members(self, segment: SavedSegment) -> tuple[int, ...]:
         """The tensors that are evicted and recomputed together. Those that the program holds for
@@ -390,34 +402,43 @@ class PassRecord:
         left = replace(problem, resident_bytes=tuple(level + less for level, less in levels))
         return left if 2 * (left.floor_bytes - problem.budget_bytes) < over_bytes else None
 
-    def trace(self, *, device: str, source: str = "") -> IterationTrace:
+    def trace(
+        self, *, device: str, source: str = "", segments: Sequence[SavedSegment] = ()
+    ) -> IterationTrace:
         """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it
         is what `problem` makes of the record. Operations carry their level of memory; weights,
-        gradients and workspace are in it and are not listed."""
+        gradients and workspace are in it and are not listed. What one of the `segments` makes is
+        listed as one."""
+        found, levels = self._intervals(segments, min_bytes=1)
+        alone = [number for number in range(len(self.data)) if number not in found.index]
+        order = [*found.numbers, *alone]
+        place = {number: index for index, number in enumerate(order)} | found.index
         count = len(self.operation_s)
         reads: list[list[int]] = [[] for _ in range(count)]
         writes: list[list[int]] = [[] for _ in range(count)]
         data = []
-        peak_at = self.peak_at
-        for number, datum in enumerate(self.data):
-            first, last = datum.packed_at, count - 1
-            held_until, recompute_s = last, None  # held by the program: it cannot be evicted
-            absence = self.absence(datum, peak_at)
-            if absence is not None:
-                after, last, recompute_s = absence
-                held_until = min(max(first, after), last)
-            writes[first].append(number)
+        for index, number in enumerate(order):
+            one = self.data[number]
+            interval = found.intervals[index] if index < len(found.intervals) else None
+            first, last = one.packed_at, count - 1
+            held_until = last  # by the program: it cannot be evicted
+            if interval is not None:
+                held_until, last = max(first, interval.after), interval.before
+            elif one.free_at is not None and one.needed_at is not None:
+                held_until = last = one.needed_at
+            writes[first].append(index)
             for event in {*range(first + 1, held_until + 1), last}:
-                reads[event].append(number)
+                reads[event].append(index)
             data.append(
                 Datum(
-                    name=datum.name,
+                    name=one.name if interval is None else interval.name,
                     kind="feature_map",
-                    size_bytes=datum.size_bytes,
+                    size_bytes=one.size_bytes if interval is None else interval.size_bytes,
                     first_use=first,
                     last_use=last,
-                    recompute_s=recompute_s,
-                    sources=datum.sources,
+                    recompute_s=None if interval is None else interval.recompute_s,
+                    sources=tuple(dict.fromkeys(place[n] for n in found.sources(number))),
+                    together=0 if interval is None else interval.together,
                 )
             )
         operations, start_s = [], 0.0
@@ -430,7 +451,7 @@ class PassRecord:
                     duration_s=duration_s,
                     reads=tuple(reads[k]),
                     writes=tuple(writes[k]),
-                    level_bytes=self.level_bytes[k],
+                    level_bytes=levels[k],
                 )
             )
             start_s += duration_s
@@ -557,7 +578,7 @@ class _Intervals:
         self._read: set[int] = set()
         """A segment reads these tensors of its own call, but for casts of weights. Their recipes
         may read what the segment makes."""
-        self._index: dict[int, int] = {}
+        self.index: dict[int, int] = {}
         """The tensor of this number has that interval."""
         self.intervals: list[IdleInterval] = []
         self.numbers: list[int] = []
@@ -586,7 +607,7 @@ class _Intervals:
             before=before,
             recompute_s=segment.recompute_s,
             to_host=False,
-            together=True,
+            together=len(members),
         )
         self._together.update(dict.fromkeys(members, (segment, interval)))
         self._read.update(n for n in segment.closed if record.data[n].packed_at >= segment.first)
@@ -594,21 +615,28 @@ class _Intervals:
 
     def put(self, number: int) -> None:
         """The interval of a tensor, if it has one."""
-        if number in self._index:
+        if number in self.index:
             return
         found = self._together.get(number)
         if found is None:
             self._put_alone(number)
             return
         segment, interval = found
-        sources = tuple(sorted(segment.sources - segment.copied))
+        sources = self.sources(number)
         for source in sources:
             self.put(source)
         members = [m for m, (of, _) in self._together.items() if of is segment]
         needs = self._needs(sources)
-        self._index.update(dict.fromkeys(members, len(self.intervals)))
+        self.index.update(dict.fromkeys(members, len(self.intervals)))
         self.intervals.append(replace(interval, needs=needs))
         self.numbers.append(number)
+
+    def sources(self, number: int) -> tuple[int, ...]:
+        """The tensors that this one, or the call that makes it, is recomputed from."""
+        found = self._together.get(number)
+        if found is None:
+            return self._record.data[number].sources
+        return tuple(sorted(found[0].sources - found[0].copied))
 
     def _put_alone(self, number: int) -> None:
         datum = self._record.data[number]
@@ -629,10 +657,10 @@ class _Intervals:
             needs=self._needs(datum.sources),
             to_host=offloads,
         )
-        self._index[number] = len(self.intervals)
+        self.index[number] = len(self.intervals)
         self.intervals.append(interval)
         self.numbers.append(number)
 
     def _needs(self, sources: tuple[int, ...]) -> tuple[int, ...]:
         """The intervals of these tensors, each once."""
-        return tuple(dict.fromkeys(self._index[s] for s in sources if s in self._index))
+        return tuple(dict.fromkeys(self.index[s] for s in sources if s in self.index))

@@ -36,6 +36,8 @@ class MemoryPlan(PlanFigures, frozen=True, kw_only=True):
     """A schedule, with what the simulator says about it. Predicted numbers, SI units."""
 
     schedule: Schedule
+    recomputed: int
+    """So many tensors are recomputed, those of a call of a module among them one by one."""
     transfer_s: float
     """All transfers take this, each direction on its own."""
     bound_s: float | None = None
@@ -46,10 +48,6 @@ class MemoryPlan(PlanFigures, frozen=True, kw_only=True):
     @property
     def swapped(self) -> int:
         return len(self.schedule.moves)
-
-    @property
-    def recomputed(self) -> int:
-        return len(self.schedule.recomputed)
 
     @property
     def hidden(self) -> float:
@@ -95,6 +93,7 @@ def described(
     return MemoryPlan(
         planner=planner,
         schedule=schedule,
+        recomputed=problem.tensors(schedule.recomputed),
         feasible=not outcome.faults,
         budget_bytes=problem.budget_bytes,
         peak_bytes=outcome.peak_bytes,

@@ -9,6 +9,7 @@ and may be evicted from there around the end of the iteration to its next use.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -91,11 +92,15 @@ class IdleInterval:
     """Earlier intervals with these indices must be on the device when this one is recomputed."""
     to_host: bool = True
     """May be offloaded; otherwise it is recomputed or stays."""
-    together: bool = False
-    """Stands for several tensors, which the call of a module makes together."""
-
+    together: int = 0
+    """Stands for so many tensors, which the call of a module makes together; 0: for one."""
     moved: tuple[int, int] | None = None
     """What wraps is moved already: it is evicted from the first operation around to the second."""
+
+    @property
+    def tensors(self) -> int:
+        """Stands for so many."""
+        return self.together or 1
 
     @property
     def wraps(self) -> bool:
@@ -192,6 +197,10 @@ class Problem:
                 change[0] -= size
         found: Bytes = np.cumsum(np.array(change[:-1], dtype=np.int64))
         return found
+
+    def tensors(self, indices: Iterable[int]) -> int:
+        """These intervals stand for so many tensors."""
+        return sum(self.intervals[index].tensors for index in indices)
 
     @property
     def floor_bytes(self) -> int:
@@ -306,6 +315,7 @@ def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]
                 before=uses[-1],
                 recompute_s=datum.recompute_s,
                 needs=tuple(numbers[source] for source in datum.sources if source in numbers),
+                together=datum.together,
             )
         )
     return tuple(intervals)

@@ -23,6 +23,7 @@ from kilter.memory.plan.simulate import Move, Schedule, simulate
 from kilter.memory.plan.spanning import spanning
 
 EVEN = Link(to_host_bytes_per_s=10.0, to_device_bytes_per_s=10.0, both_bytes_per_s=20.0)
+SLOW = Link(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, both_bytes_per_s=2.0)
 quick = settings(
     max_examples=60,
     deadline=None,
@@ -195,6 +196,38 @@ def test_mix_is_close_to_the_best_choice_of_eight_intervals(rate: float, share: 
             best = min(best, placed[1].iteration_s)
     assert best < float("inf")
     assert plan(problem, "mix").iteration_s <= 1.05 * best
+
+
+def with_gradients(layers: int) -> Problem:
+    """Each layer saves its input, and something cheap that is made from it and used before it in
+    backward. Gradients that backward leaves take half of that: the floor is at its end."""
+    count = 4 * layers
+    levels, intervals = [0] * count, list[IdleInterval]()
+    for layer in range(layers):
+        first, last = 2 * layer, count - 1 - 2 * layer
+        for k in range(first, count):
+            levels[k] += 10 if k <= last else 0  # the input
+            levels[k] += 10 if first < k < last else 0  # what is made from it
+            levels[k] += 10 if k >= last else 0  # the gradient
+        levels[last - 1] += 10  # what backward works with
+        if last - first > 4:
+            saved = IdleInterval(name=f"in{layer}", size_bytes=10, after=first + 1, before=last)
+            made = replace(
+                saved, name=f"made{layer}", before=last - 1, recompute_s=0.1 + layer / 100
+            )
+            intervals += [saved, replace(made, needs=(len(intervals),))]
+    return Problem((1.0,) * count, tuple(levels), tuple(intervals), SLOW, max(levels))
+
+
+def test_what_cannot_be_recomputed_at_the_floor_does_not_keep_the_rest_from_it() -> None:
+    """There the first layer's input cannot be back before its use. The others have room, although
+    nothing costs less than what the first layer would recompute."""
+    problem = with_gradients(16)
+    at_floor = plan(replace(problem, budget_bytes=problem.floor_bytes), "mix")
+    above = plan(replace(problem, budget_bytes=problem.floor_bytes + 10), "mix")
+    assert at_floor.feasible
+    assert at_floor.recomputed >= above.recomputed > 0
+    assert at_floor.iteration_s <= 1.5 * above.iteration_s
 
 
 @quick

@@ -145,11 +145,13 @@ def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
 
     An interval that is recomputed from another recomputed one needs that one first, and so on back:
     a chain through the whole model would hold everything at once. An interval is accepted only if
-    nothing is recomputed earlier than its own use by more than `reach` of the iteration.
+    nothing is recomputed earlier than its own use by more than `reach` of the iteration, and if
+    there is memory for what it needs earlier while all else is evicted.
     """
     intervals = problem.intervals
     limit = max(1, int(reach * len(problem.operation_s)))
     due = [interval.before for interval in intervals]
+    room = problem.budget_bytes - problem.floor
     chosen: set[int] = set()
 
     def moved(index: int, at: int, changes: dict[int, int]) -> bool:
@@ -166,11 +168,18 @@ def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
     for index in order:
         changes: dict[int, int] = {}
         at = due[index]
-        if intervals[index].before - at <= limit and moved(index, at, changes):
-            for other, earlier in changes.items():
-                due[other] = earlier
-            chosen.add(index)
-            accepted.append(index)
+        if intervals[index].before - at > limit or not moved(index, at, changes):
+            continue
+        spans = [(due[other], at, intervals[other].size_bytes) for other, at in changes.items()]
+        for until, at, size_bytes in spans:
+            room[at:until] -= size_bytes
+        if any(room[at:until].min() < 0 for until, at, _ in spans):
+            for until, at, size_bytes in spans:
+                room[at:until] += size_bytes
+            continue
+        due = [changes.get(other, before) for other, before in enumerate(due)]
+        chosen.add(index)
+        accepted.append(index)
     return accepted
 
 

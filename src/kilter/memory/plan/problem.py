@@ -202,11 +202,16 @@ class Problem:
         """These intervals stand for so many tensors."""
         return sum(self.intervals[index].tensors for index in indices)
 
+    @cached_property
+    def floor(self) -> Bytes:
+        """The levels with everything evicted in all of its gap: no schedule is below them."""
+        gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals) if not j.moved}
+        return self.profile(gaps)
+
     @property
     def floor_bytes(self) -> int:
-        """The smallest peak that any schedule reaches: everything evicted in all of its gap."""
-        gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals) if not j.moved}
-        return int(self.profile(gaps).max())
+        """No schedule reaches a smaller peak."""
+        return int(self.floor.max())
 
     def check_floor(self) -> None:
         """`BudgetTooSmall` if no schedule fits the budget."""

@@ -24,6 +24,7 @@ from kilter.memory import messages
 from kilter.memory.engine import CpuStandIn, Swapper, call_choice, segments, trial
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.segments import SegmentChoice, levels
@@ -165,10 +166,11 @@ def within(
     *,
     segments: bool,
     alone_s: float = 0.0,
+    host: HostLimit | None = None,
 ) -> Swapper:
     """The engine, with a budget of `share` of the plain peak."""
     return Swapper(
-        CpuTime(spoil=True),
+        CpuTime(spoil=True, host=host),
         budget_bytes=int(share * peak_bytes(make, batch)),
         link=LINK,
         min_bytes=MIN_BYTES,
@@ -277,15 +279,16 @@ def test_a_call_that_reads_casts_of_weights_may_leave_before_forward_ends() -> N
     assert any(record.data[n].free_at == record.backward_from for n in blocks[0].sources)
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["whole", "in part"])
+@pytest.mark.parametrize("case", ["whole", "in part", "with little host memory"])
 def test_the_files_and_sentences_of_a_run_count_each_tensor_of_a_call(
-    parts: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    case: str, request: pytest.FixtureRequest
 ) -> None:
     """The picture in the report is drawn from the files: its peak and time are the plan's."""
-    if parts:
+    if case == "in part":
         request.getfixturevalue("in_part")
-    monkeypatch.setattr("kilter.memory.schedule.MIB", MIN_BYTES)  # what tests train is small
-    with within(0.5 if parts else 0.36, Language, text, segments=True) as swapper:
+    host = HostLimit(50_000) if case == "with little host memory" else None
+    share = 0.36 if case == "whole" else 0.5
+    with within(share, Language, text, segments=True, host=host) as swapper:
         so_far: list[int] = []
 
         def batch() -> Tensor:
@@ -295,14 +298,11 @@ def test_the_files_and_sentences_of_a_run_count_each_tensor_of_a_call(
         trained(Language, batch)
         (planned,) = swapper.plans()
     recomputed = so_far[-1] - so_far[-2]
-    record, value, numbers, calls = planned
-    assert any(record.members(segment)[:1] == (n,) for segment in calls for n in numbers)
+    record, value = planned.record, planned.plan
+    firsts = {record.members(segment)[:1] for segment in planned.segments}
+    assert any((number,) in firsts for number in planned.numbers)
     assert recomputed == value.recomputed > len(value.schedule.recomputed)
-    problem, every = record.problem(
-        link=LINK, budget_bytes=value.budget_bytes, min_bytes=MIN_BYTES, segments=calls
-    )
-    intervals = [every.index(number) for number in numbers]
-    written = schedule_of(planned, problem=problem, intervals=intervals, device="cpu", reason="")
+    written = schedule_of(planned, device="cpu", reason="")
     drawn = timeline_of(written.trace, written.plan)
     assert drawn is not None
     assert max(drawn.after_bytes) == value.peak_bytes

@@ -3,7 +3,6 @@ and the record that the report reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
     from kilter.memory.engine.engine import PassPlan, Swapper, SwapReport
-    from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+    from kilter.memory.engine.pass_record import PassRecord
     from kilter.memory.plan.problem import Link, Problem
 
 NO_PLAN_AFTER = 40
@@ -108,23 +107,15 @@ class JobRecord:
         self._log.tell(f"memory: {text}")
 
     def _log_plan(self, planned: PassPlan) -> None:
-        record, budget_bytes = planned.record, planned.plan.budget_bytes
-        problem, every = self._problem(record, budget_bytes, planned.segments)
         budget = self._budget.in_force
         self._log.add(
             planned,
-            problem,
-            [every.index(number) for number in planned.numbers],
             device=self._run.info.name if self._peak.on_gpu else "cpu",
             reason=f"a memory budget of {show_bytes(budget.size_bytes)}: {budget.words}",
         )
 
-    def _problem(
-        self, record: PassRecord, budget_bytes: int, segments: Sequence[SavedSegment] = ()
-    ) -> tuple[Problem, tuple[int, ...]]:
-        return record.problem(
-            link=self._link, budget_bytes=budget_bytes, min_bytes=MIB, segments=segments
-        )
+    def _problem(self, record: PassRecord, budget_bytes: int) -> tuple[Problem, tuple[int, ...]]:
+        return record.problem(link=self._link, budget_bytes=budget_bytes, min_bytes=MIB)
 
     def tell(self, least_bytes: int | None = None, bound_s: float | None = None) -> None:
         """Record how the job stands."""
@@ -195,7 +186,7 @@ class JobRecord:
             return
         problem, numbers = self._problem(record, budget_bytes)
         try:
-            self._log_plan(PassPlan(record, plan(problem), numbers, ()))
+            self._log_plan(PassPlan(record, plan(problem), problem, numbers, ()))
         except PlanError as error:
             self._log.refuse_new((messages.of_error(error),))
 

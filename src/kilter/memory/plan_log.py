@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -15,7 +15,6 @@ from kilter.core.reasons import Reason
 if TYPE_CHECKING:
     from kilter.memory.engine.engine import PassPlan
     from kilter.memory.plan.choose import MemoryPlan
-    from kilter.memory.plan.problem import Problem
     from kilter.memory.schedule import PlannedPass
 
 
@@ -60,28 +59,16 @@ class PlanLog:
         before, self._latest = self._latest, plans
         return [plan for plan in plans if plan not in before]
 
-    def add(
-        self,
-        planned: PassPlan,
-        problem: Problem,
-        intervals: Sequence[int],
-        *,
-        device: str,
-        reason: str,
-    ) -> None:
-        """This plan is in force. `problem` and `intervals` are as `schedule_of` has them."""
-        plan = planned.plan
+    def add(self, planned: PassPlan, *, device: str, reason: str) -> None:
+        """This plan is in force."""
         from kilter.memory.schedule import fitted, schedule_of
 
-        tensors = problem.tensors(range(len(problem.intervals)))
-        kept = tensors - plan.swapped - plan.recomputed
-        self._run.log(fitted(plan, t_s=self._run.log.now_s(), kept=kept))
+        plan, schedule = planned.plan, schedule_of(planned, device=device, reason=reason)
+        self._run.log(fitted(plan, t_s=self._run.log.now_s(), kept=schedule.kept))
         self._plans.append(plan)
         if plan.peak_before_bytes < max((p.peak_before_bytes for p in self._latest), default=0):
             return  # a smaller pass than the one in the files
-        self._schedules.append(
-            schedule_of(planned, problem=problem, intervals=intervals, device=device, reason=reason)
-        )
+        self._schedules.append(schedule)
 
     def numbers_of(self, plans: Iterable[MemoryPlan]) -> tuple[int, ...]:
         """Where they stand in the record."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilter.core.events import Fitted
@@ -13,7 +12,7 @@ from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB
 from kilter.memory.engine.engine import PassPlan
 from kilter.memory.plan.choose import MemoryPlan
-from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.problem import problem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +21,8 @@ class PlannedPass:
 
     trace: IterationTrace
     plan: Plan
+    kept: int
+    """So many tensors that could move stay on the device."""
 
 
 def fitted(plan: MemoryPlan, *, t_s: float, kept: int) -> Fitted:
@@ -39,18 +40,20 @@ def fitted(plan: MemoryPlan, *, t_s: float, kept: int) -> Fitted:
 def schedule_of(
     planned: PassPlan,
     *,
-    problem: Problem,
-    intervals: Sequence[int],
     device: str,
     reason: str,
 ) -> PlannedPass:
-    """What is written down: `problem` is what a reader makes of the trace, and `intervals` says
-    which of its intervals each one of the plan is."""
-    plan = planned.plan
-    moves = [(intervals[move.interval], move.release, move.load) for move in plan.schedule.moves]
-    link = problem.link
+    """What is written down. A reader makes the intervals of the plan out of the trace, and others
+    behind them."""
+    plan, problem, link = planned.plan, planned.problem, planned.problem.link
+    trace = planned.record.trace(
+        device=device, segments=planned.segments, planned=(problem, planned.numbers)
+    )
+    min_bytes = min(MIB, *(interval.size_bytes for interval in problem.intervals))
+    read = problem_of(trace, link=link, budget_bytes=plan.budget_bytes, min_bytes=min_bytes)
     return PlannedPass(
-        trace=planned.record.trace(device=device, segments=planned.segments),
+        trace=trace,
+        kept=read.tensors(range(len(read.intervals))) - plan.swapped - plan.recomputed,
         plan=Plan(
             planner=plan.planner,
             actions=(),
@@ -62,15 +65,15 @@ def schedule_of(
             label=Label.SIMULATED,
             memory=MoveData(
                 budget_bytes=plan.budget_bytes,
-                min_bytes=MIB,
+                min_bytes=min_bytes,
                 link=(
                     link.to_host_bytes_per_s,
                     link.to_device_bytes_per_s,
                     link.both_bytes_per_s,
                     link.latency_s,
                 ),
-                moves=tuple(sorted(moves)),
-                recomputed=tuple(sorted(intervals[index] for index in plan.schedule.recomputed)),
+                moves=tuple(sorted((m.interval, m.release, m.load) for m in plan.schedule.moves)),
+                recomputed=tuple(sorted(plan.schedule.recomputed)),
             ),
         ),
     )

@@ -58,7 +58,7 @@ from kilter.memory.engine.tensor_hooks import TensorHooks
 from kilter.memory.engine.watch import Watch
 from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.plan.choose import MemoryPlan
-from kilter.memory.plan.problem import Link
+from kilter.memory.plan.problem import Link, Problem
 from kilter.memory.plan.state import Visits
 from kilter.observe import optimizer_steps, torch_internals
 
@@ -71,8 +71,9 @@ class PassPlan(NamedTuple):
 
     record: PassRecord
     plan: MemoryPlan
+    problem: Problem
     numbers: tuple[int, ...]
-    """The tensor with this number is behind each interval that was planned."""
+    """The tensor with this number is behind each interval of the problem."""
     segments: tuple[SavedSegment, ...]
     """Each of these calls of modules was one interval, with the number of its first tensor."""
 
@@ -295,11 +296,10 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def plans(self) -> tuple[PassPlan, ...]:
         """One for each kind of pass with a plan."""
-        found = [(kind.record, kind.plan, kind.segments) for kind in self._kinds]
         return tuple(
-            PassPlan(record, ready.value, ready.numbers, segments)
-            for record, ready, segments in found
-            if ready is not None
+            PassPlan(kind.record, ready.value, ready.problem, ready.numbers, kind.segments)
+            for kind in self._kinds
+            if (ready := kind.plan) is not None
         )
 
     # Hooks

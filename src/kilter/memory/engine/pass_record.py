@@ -403,23 +403,34 @@ class PassRecord:
         return left if 2 * (left.floor_bytes - problem.budget_bytes) < over_bytes else None
 
     def trace(
-        self, *, device: str, source: str = "", segments: Sequence[SavedSegment] = ()
+        self,
+        *,
+        device: str,
+        source: str = "",
+        segments: Sequence[SavedSegment] = (),
+        planned: tuple[Problem, tuple[int, ...]] | None = None,
     ) -> IterationTrace:
         """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it
         is what `problem` makes of the record. Operations carry their level of memory; weights,
         gradients and workspace are in it and are not listed. What one of the `segments` makes is
-        listed as one."""
+        listed as one. `planned`, a problem with these segments, stays as it is: its intervals come
+        first."""
         found, levels = self._intervals(segments, min_bytes=1)
-        alone = [number for number in range(len(self.data)) if number not in found.index]
-        order = [*found.numbers, *alone]
-        place = {number: index for index, number in enumerate(order)} | found.index
+        intervals = dict(zip(found.numbers, found.intervals, strict=True))
+        order = [*found.numbers, *sorted({*range(len(self.data))} - found.index.keys())]
+        if planned is not None:
+            problem, numbers = planned
+            levels = problem.resident.tolist()
+            intervals |= zip(numbers, problem.intervals, strict=False)  # state comes behind
+            order = [*numbers, *(number for number in order if number not in numbers)]
+        place = {number: index for index, number in enumerate(order)}
+        place |= {member: place[found.numbers[index]] for member, index in found.index.items()}
         count = len(self.operation_s)
         reads: list[list[int]] = [[] for _ in range(count)]
         writes: list[list[int]] = [[] for _ in range(count)]
         data = []
         for index, number in enumerate(order):
-            one = self.data[number]
-            interval = found.intervals[index] if index < len(found.intervals) else None
+            one, interval = self.data[number], intervals.get(number)
             first, last = one.packed_at, count - 1
             held_until = last  # by the program: it cannot be evicted
             if interval is not None:

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from kilter.app.report.memory import timeline_of
 from kilter.core import codec
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace
 from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.engine import PassPlan
 from kilter.memory.engine.pass_record import PassRecord, use_code
 from kilter.memory.plan.choose import plan
 from kilter.memory.plan.problem import Link, problem_of
+from kilter.memory.schedule import schedule_of
 
 LINK = Link(to_host_bytes_per_s=1e12, to_device_bytes_per_s=1e12, both_bytes_per_s=2e12)
 ROW = 64 * 64 * 4
@@ -129,6 +132,19 @@ def test_the_pass_becomes_a_trace_that_plans(record: PassRecord) -> None:
     found = plan(problem, "mix")
     assert found.feasible
     assert found.swapped + found.recomputed > 0
+
+
+def test_a_plan_that_moves_nothing_is_written_down(record: PassRecord) -> None:
+    """All tensors are smaller than those that may move."""
+    problem, numbers = record.problem(link=LINK, budget_bytes=record.peak_bytes, min_bytes=2**30)
+    assert not problem.intervals
+    written = schedule_of(
+        PassPlan(record, plan(problem), problem, numbers, ()), device="cpu", reason=""
+    )
+    assert written.kept == 0
+    drawn = timeline_of(written.trace, written.plan)
+    assert drawn is not None
+    assert max(drawn.after_bytes) == record.peak_bytes
 
 
 def test_sparse_tensors_are_left_to_autograd() -> None:

@@ -49,7 +49,7 @@ def schedule_of(
     trace = planned.record.trace(
         device=device, segments=planned.segments, planned=(problem, planned.numbers)
     )
-    min_bytes = min(MIB, *(interval.size_bytes for interval in problem.intervals))
+    min_bytes = min([MIB, *(interval.size_bytes for interval in problem.intervals)])
     read = problem_of(trace, link=link, budget_bytes=plan.budget_bytes, min_bytes=min_bytes)
     return PlannedPass(
         trace=trace,

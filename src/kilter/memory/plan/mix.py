@@ -170,14 +170,15 @@ def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
         at = due[index]
         if intervals[index].before - at > limit or not moved(index, at, changes):
             continue
-        spans = [(due[other], at, intervals[other].size_bytes) for other, at in changes.items()]
-        for until, at, size_bytes in spans:
-            room[at:until] -= size_bytes
-        if any(room[at:until].min() < 0 for until, at, _ in spans):
-            for until, at, size_bytes in spans:
-                room[at:until] += size_bytes
+        earlier = [(slice(to, due[other]), other) for other, to in changes.items()]
+        for span, other in earlier:
+            room[span] -= intervals[other].size_bytes
+        if any(room[span].min() < 0 for span, _ in earlier):
+            for span, other in earlier:
+                room[span] += intervals[other].size_bytes
             continue
-        due = [changes.get(other, before) for other, before in enumerate(due)]
+        for other, to in changes.items():
+            due[other] = to
         chosen.add(index)
         accepted.append(index)
     return accepted

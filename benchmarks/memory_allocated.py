@@ -157,7 +157,9 @@ def made(name: str) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
         return network, class_of
     from memory_zoo import TOKENS, batch, listed, others
 
-    case = next(case for case in (*listed(), *others()) if case.name == name)
+    case = next((case for case in (*listed(), *others()) if case.name == name), None)
+    if case is None:
+        sys.exit(f"--zoo {name}: memory_zoo.py has no such architecture")
     model = partial(case.build.func, *case.build.args, layers=LAYERS)().train()  # type: ignore[attr-defined]
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 def test_passes_under_plans_allocate_no_more_than_the_budget(recorder_is_built: Path) -> None:
     """Both those that the engine measures, and those that the compiled library sees to, for which
     no other test knows the peak."""
-    command = [sys.executable, str(SCRIPT), "--shares", "20,40", "--autocast", "on"]
+    command = [sys.executable, str(SCRIPT), "--shares", "30,50", "--autocast", "on"]
     state = {"XDG_STATE_HOME": str(recorder_is_built), compiled_recorder.BUILD: "on"}
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=os.environ | state

@@ -22,6 +22,7 @@ import gc
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -195,7 +196,15 @@ def main() -> int:
     parser.add_argument("--autocast", default="off,on")
     parser.add_argument("--link", type=float, default=1e9, help="bytes per second, each way")
     args = parser.parse_args()
+    known = {"recompute": {"operations", "calls"}, "autocast": {"off", "on"}}
+    for option, values in known.items():
+        if unknown := set(getattr(args, option).split(",")) - values:
+            parser.error(f"--{option}: no such value: {', '.join(sorted(unknown))}")
+    if not all(share.isdecimal() for share in args.shares.split(",")):
+        parser.error(f"--shares: numbers are needed, 30,60 for example, not {args.shares}")
     if COUNTER not in os.environ:
+        if shutil.which("cc") is None:
+            parser.error("no C compiler was found (cc), which builds allocations.c")
         return preloaded(sys.argv[1:])
     counter = ctypes.CDLL(os.environ[COUNTER])
     for name in ("allocated_bytes", "peak_bytes"):

@@ -422,7 +422,7 @@ class PassRecord:
             problem, numbers = planned
             levels = problem.resident.tolist()
             intervals |= zip(numbers, problem.intervals, strict=False)  # state comes behind
-            order = [*numbers, *(number for number in order if number not in numbers)]
+            order = list(dict.fromkeys([*numbers, *order]))
         place = {number: index for index, number in enumerate(order)}
         place |= {member: place[found.numbers[index]] for member, index in found.index.items()}
         count = len(self.operation_s)

@@ -141,6 +141,8 @@ def test_what_the_plan_does_not_account_for_is_said() -> None:
     late = changed({"plain_iteration_s": 0.2, "iteration_s": 0.26})
     assert "beyond the plan: 50 ms an iteration are not in the plan" in text(late)
     assert "beyond the plan" not in text(changed({"plain_iteration_s": 0.2, "iteration_s": 0.225}))
+    streams = {"plain_iteration_s": 0.2, "iteration_s": 0.26, "step_wait_s": 0.04}
+    assert "beyond the plan" not in text(changed(streams))  # state is waited for in the step
     several = {"plain_iteration_s": 0.2, "iteration_s": 0.26, "iteration_passes": 8.0}
     assert "beyond the plan" not in text(changed(several))  # 8 times 10 ms are in the plan
     unknown = changed({"plain_iteration_s": None, "iteration_s": 0.9})
@@ -780,6 +782,6 @@ def test_an_older_run_opens_and_its_report_has_the_keys_of_before(tmp_path: Path
         *("hastened", "remade", "out_bytes", "in_bytes", "consumed", "state", "plans"),
         *("in_force", "ranks", "compiled", "recompute_choice", "own_checkpointing", "at_peak"),
         *("planned_iterations", "other_iterations", "other_iteration_s", "iteration_passes"),
-        "highest_bytes",
+        *("highest_bytes", "step_wait_s"),
     }
     assert found["refused"][0]["code"] is None

@@ -153,6 +153,16 @@ def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     assert known.each_s == [pytest.approx(each_s)] * 2
 
 
+def test_what_the_step_waits_for_state_is_not_taken_for_the_hosts_time() -> None:
+    engine, times = Engine(), IterationTimes()
+    times.plain_s.append(0.091)
+    choice = choice_of(engine, times)
+    for _ in range(2):
+        times.planned_s.extend([0.131] * MEASURED)
+        choice.iteration_ended(met=True, settled=True, step_wait_s=0.01)
+    assert engine.each_s[0] == pytest.approx((0.131 - 0.091 - 0.02 - 0.01) / 200)
+
+
 def test_plans_count_the_host_where_iterations_are_shorter_by_that() -> None:
     engine, choice = host_late(0.131, 0.120, 0.140)
     assert engine.asked == [False, True, False]

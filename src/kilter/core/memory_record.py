@@ -100,6 +100,8 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
     state: str = ""
     """What became of gradients and optimizer state, where they had to move as well."""
+    step_wait_s: float = 0.0
+    """Simulated: the optimizer's step waits so long for its state, where gradients are kept."""
     recompute_choice: str = ""
     """How tensors are recomputed, and what was measured for that, where the job was to choose;
     empty: it was not, or has not come so far."""

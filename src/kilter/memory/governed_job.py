@@ -271,6 +271,7 @@ class GovernedJob:
                 met=self._met,
                 settled=self._stands and report.settled,
                 changing=self._changing(report),
+                step_wait_s=self._record.step_wait_s,
             )
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")

@@ -31,6 +31,8 @@ class HostTime:
         """The host takes this for each of these tensors."""
         self.counted_s = 0.0
         """Plans for single operations count so much of that."""
+        self.step_wait_s = 0.0
+        """The optimizer's step waits so long for its state, which no plan of a pass counts."""
         self.keeps_up = False
         """Under the plan nothing waits for the host or for copies of what no operation makes."""
         self._uncounted_s: float | None = None
@@ -75,7 +77,7 @@ class HostTime:
         plan = max(report.plans, key=lambda plan: plan.peak_before_bytes)
         passes = self._times.passes_each(report.passes)
         planned_s = passes * (plan.iteration_s - plan.compute_s)
-        beyond_s = max(0.0, operations_s - plain_s - planned_s)
+        beyond_s = max(0.0, operations_s - plain_s - planned_s - self.step_wait_s)
         self.each_s = beyond_s / max(1.0, passes * (plan.recomputed + plan.swapped))
         little_s = (1.0 - FASTER) * operations_s
         self.keeps_up = beyond_s + passes * plan.stall_s <= little_s

@@ -149,6 +149,7 @@ class JobRecord:
                 consumed=self._consumed,
                 in_force=self._log.numbers_of(report.plans),
                 state="" if state is None else words(state, weights),
+                step_wait_s=self.step_wait_s,
                 compiled=self._compiled.words,
                 recompute_choice="" if choice is None else choice.words,
                 at_peak=self._peak.words(),
@@ -157,6 +158,12 @@ class JobRecord:
                 **counts,
             )
         )
+
+    @property
+    def step_wait_s(self) -> float:
+        """Predicted: the optimizer's step waits so long for its state, where gradients are kept."""
+        state = None if self.policy is None else self.policy.report
+        return 0.0 if state is None else state.step_wait_s
 
     @property
     def _consumed(self) -> int:

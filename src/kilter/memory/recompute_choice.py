@@ -106,10 +106,13 @@ class RecomputeChoice:
         self._ranks.tick()
         self._history.tick()
 
-    def iteration_ended(self, *, met: bool, settled: bool, changing: bool = False) -> None:
+    def iteration_ended(
+        self, *, met: bool, settled: bool, changing: bool = False, step_wait_s: float = 0.0
+    ) -> None:
         """`met` says that the job's budget is in force and a pass was watched, `settled` that its
         plans stand, but for this choice; `changing` that its shapes keep changing, so that they
-        never will."""
+        never will. The optimizer's step waits `step_wait_s` for its state."""
+        self._host.step_wait_s = step_wait_s
         if changing != self._changing and not self._comparison.begun:
             self._changing = changing
             self._times.mixed_s.clear()

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
-from kilter.core.units import MIB, show_bytes
+from kilter.core.units import MIB, show_bytes, show_time
 from kilter.memory import messages
 from kilter.memory.first_step import FirstStep
-from kilter.memory.state_room import SLACK, StateRoom
+from kilter.memory.state_room import SLACK, StateRoom, to_offload_bytes
 from kilter.memory.state_streaming import StateStreaming
 from kilter.memory.usable_bytes import countable_bytes
 from kilter.memory.weight_room import WeightRoom
@@ -145,7 +145,7 @@ class StateAndWeightPolicy:
         assert self.report is not None
         on_host_bytes = self.report.offloaded_bytes
         spare_bytes = budget_bytes - max((plan.peak_bytes for plan in report.plans), default=0)
-        fits_bytes = min(on_host_bytes, int((1 - SLACK) * spare_bytes))
+        fits_bytes = min(on_host_bytes, -to_offload_bytes(-spare_bytes, on_host_bytes))
         if fits_bytes >= self._min_bytes:
             room_bytes = max(self.report.state_bytes, mover.room_bytes or 0) + fits_bytes
             if room_bytes >= self.report.state_bytes + on_host_bytes:
@@ -279,7 +279,10 @@ def words(report: StateReport, weights: WeightReport | None = None) -> str:
     if report.consuming:
         parts.append(f"gradients are used up as they arrive ({show_bytes(report.gradient_bytes)})")
     if report.offloaded_bytes:
-        parts.append(f"{show_bytes(report.offloaded_bytes)} of optimizer state are on the host")
+        text = f"{show_bytes(report.offloaded_bytes)} of optimizer state are on the host"
+        if report.step_wait_s:
+            text += f", for which the step waits {show_time(report.step_wait_s)} [simulated]"
+        parts.append(text)
     if weights is not None and weights.offloaded_bytes:
         moved = show_bytes(weights.offloaded_bytes)
         parts.append(f"{moved} of weights are on the host between forward and backward")

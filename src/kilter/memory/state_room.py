@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 
 SLACK = 0.1
 """More is offloaded than is missing, by this share of it: buckets of state, and weights, are
-whole."""
+whole, and levels come out a little different."""
 MOST_ROOMS = 2
 """Another room is given at most so many times because the budget was missed, or first guessed."""
+
+
+def to_offload_bytes(missing_bytes: int, offloaded_bytes: int) -> int:
+    """So much more is to be offloaded, beside what is, where so much is missing; less than 0: so
+    much may come back. The slack is a share of what leaves, or of what has to stay on the host."""
+    stays_bytes = max(0, offloaded_bytes + missing_bytes)
+    return missing_bytes + int(SLACK * min(abs(missing_bytes), stays_bytes))
 
 
 class StateRoom:
@@ -55,7 +62,7 @@ class StateRoom:
             return False
         self.guessed = False
         total_bytes = report.state_bytes + report.offloaded_bytes
-        more_bytes = int(missing_bytes + SLACK * abs(missing_bytes))
+        more_bytes = to_offload_bytes(missing_bytes, report.offloaded_bytes)
         room_bytes = min(total_bytes, max(0, report.state_bytes - more_bytes))
         if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
             return False

@@ -476,12 +476,12 @@ def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     if record.backend == "stand-in" or plan is None or after_s is None or record.own_checkpointing:
         return []
     if before_s is None:
-        beyond_s = after_s - record.iteration_passes * plan.iteration_s
+        beyond_s = after_s - record.iteration_passes * plan.iteration_s - record.step_wait_s
         what = "are no part of forward and backward as planned: the optimizer, other work of the"
         what += " program, and the host where it is late in issuing"
     else:
         planned_s = record.iteration_passes * (plan.iteration_s - plan.compute_s)
-        beyond_s = (after_s - before_s) - planned_s
+        beyond_s = (after_s - before_s) - planned_s - record.step_wait_s
         what = "are not in the plan, which counts the device's time alone: the host is likely late"
         what += " in issuing"
     if beyond_s < BEYOND * (before_s or plan.iteration_s):

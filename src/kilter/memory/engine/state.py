@@ -76,6 +76,8 @@ class StateReport:
     """So much state is on the device between visits."""
     offloaded_bytes: int
     """So much state is on the host between visits."""
+    step_wait_s: float
+    """Predicted: the program's own steps wait so long for state, in which gradients are kept."""
     plans: tuple[StatePlan, ...]
     refused: tuple[Reason, ...]
     """Why gradients are kept or state stays."""
@@ -190,6 +192,11 @@ class StateMover(AbstractContextManager["StateMover"]):
             gradient_bytes=sum(self._gradient_bytes(c) for c in optimizers),
             state_bytes=sum(b.size_bytes for b in buckets) - offloaded_bytes,
             offloaded_bytes=offloaded_bytes,
+            step_wait_s=sum(
+                c.state.plan.stall_s
+                for c in optimizers
+                if c.state.plan is not None and c.phase is GradientPhase.KEEPING
+            ),
             plans=tuple(c.state.plan for c in optimizers if c.state.plan is not None),
             refused=tuple(dict.fromkeys(reason for c in optimizers for reason in c.refused)),
         )

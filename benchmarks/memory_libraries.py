@@ -7,7 +7,8 @@ For each model there is a process for each arm, started as a user starts it: `pl
 (the library's own activation checkpointing, or each block by `torch.utils.checkpoint` where the
 library has none); `governed`, `segments` and `auto` (kilter with the peak that `checkpoint` had as
 its budget, without and with whole calls of modules recomputed, and left to choose); and shares of
-plain's peak (`75%`, left to choose). Only one process trains at a time.
+plain's peak (`75%`, left to choose; `75%+consume` with `--gradients consume`). Only one process
+trains at a time.
 
 A host that others use as well is slower for minutes now and then. So once an arm has trained its
 first iterations, it and `checkpoint` (or, for a share, `plain`) are timed by turns, in `--rounds`,
@@ -44,6 +45,8 @@ WARM = 6
 RECOMPUTE = {"governed": "operations", "segments": "segments", "auto": "auto"}
 """The arms at checkpointing's peak, and what they recompute."""
 ARMS = ("plain", "checkpoint", *RECOMPUTE)
+CONSUME = "+consume"
+"""A share of plain's peak with this behind it has gradients used up as they arrive."""
 CHOOSING = 128
 """More iterations before the timed ones in an arm that chooses."""
 AGAIN = 2
@@ -361,13 +364,14 @@ class Arm:
 
     def __init__(self, model: str, name: str, budget: str, args: argparse.Namespace) -> None:
         self.model, self.name, self.budget, self._limit_s = model, name, budget, args.timeout
-        self._out = args.out / f"{model}-{name.strip('%')}"
+        self._out = args.out / f"{model}-{name.replace('%', '')}"
         self._out.mkdir(parents=True)
         command = [sys.executable]
         if budget:
             command += ["-m", "kilter", "run", "--memory-budget", budget]
             command += ["--history", "off", "--out", str(self._out / "run")]
             command += ["--recompute", RECOMPUTE.get(name, "auto")]
+            command += ["--gradients", "consume"] * name.endswith(CONSUME)
         command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
         command += ["--checkpoint"] * (name == "checkpoint") + ["--wait"] * args.wait
         self._errors = (self._out / "stderr").open("w+")
@@ -456,9 +460,9 @@ def compare(model: str, args: argparse.Namespace, device: threading.Lock, end_s:
         if time.monotonic() > end_s:
             print(f"{model:13} {name:10} not begun: the time of --limit-s is over", flush=True)
             break
-        of_plain = name.endswith("%")
+        of_plain = name not in ARMS
         other = beside.get("plain" if of_plain else "checkpoint")
-        budget = name if of_plain else ""
+        budget = name.removesuffix(CONSUME) if of_plain else ""
         if name in RECOMPUTE:
             if other is None:
                 continue  # its budget is not known
@@ -487,7 +491,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--models", default=",".join(JOBS))
-    parser.add_argument("--arms", default=",".join(ARMS), help="in this order; also shares: 75%%")
+    parser.add_argument(
+        "--arms", default=",".join(ARMS), help="in this order; also shares: 75%%, 75%%+consume"
+    )
     parser.add_argument("--steps", type=int, default=24, help="iterations before the timed ones")
     parser.add_argument("--rounds", type=int, default=5, help="of turns with checkpoint's")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one turn")
@@ -516,6 +522,9 @@ def main() -> None:
     unknown = set(args.models.split(",")) - set(JOBS)
     if unknown:
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
+    arms = [name.removesuffix(CONSUME) for name in args.arms.split(",") if name not in ARMS]
+    if wrong := [name for name in arms if not (name[-1:] == "%" and name[:-1].isdecimal())]:
+        parser.error(f"no such arm: {', '.join(wrong)}; there are {', '.join(ARMS)}, and shares")
     end_s = time.monotonic() + args.limit_s
     with ThreadPoolExecutor(args.at_once) as pool:
         device = threading.Lock()

@@ -119,6 +119,16 @@ def test_updates_of_what_stays_hide_the_copies() -> None:
     assert fast.stall_s > 1.2
 
 
+def test_in_a_step_finer_buckets_leave_more_room_for_what_stays() -> None:
+    """An eighth of 48 times the state of each bucket has to be away between steps. Four times as
+    many buckets need a quarter of the memory in flight, so less streams."""
+    rooms = {"room_bytes": 420 * 4, "step_room_bytes": 430 * 4}
+    coarse = plan_step(even(48, 40, 0.0), [0.02] * 48, **rooms, link=LINK)
+    fine = plan_step(even(192, 10, 0.0), [0.005] * 192, **rooms, link=LINK)
+    assert 60 * 4 <= fine.moved_bytes < coarse.moved_bytes
+    assert fine.stall_s < 0.8 * coarse.stall_s
+
+
 def even(count: int, size_bytes: int, step_s: float) -> tuple[Bucket, ...]:
     return in_buckets(
         [

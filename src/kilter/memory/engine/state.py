@@ -39,7 +39,7 @@ from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientP
 from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.state import StatePlan, Update, Visits, in_buckets
+from kilter.memory.plan.state import STEP_VISITS, VISITS, StatePlan, Update, Visits, in_buckets
 from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
@@ -265,7 +265,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             governed.followed.append(Followed(parameter, governed, place))
         self._access.followed.update((id(f.parameter), f) for f in governed.followed)
         updates = [Update(gradient_bytes=size_of(p), state_bytes=0) for p in order]
-        for number, cut in enumerate(in_buckets(updates, self._bucket_bytes)):
+        visits = VISITS if self._kept is None else STEP_VISITS
+        for number, cut in enumerate(in_buckets(updates, self._bucket_bytes, visits=visits)):
             members = order[cut.first : cut.first + cut.count]
             governed.state.buckets.append(StateBucket(members))
             governed.state.bucket_of.update((id(p), number) for p in members)

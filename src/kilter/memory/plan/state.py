@@ -28,8 +28,11 @@ from kilter.memory.plan.problem import IdleInterval, Link, Problem
 from kilter.memory.plan.simulate import Move, SimulatedPass, simulate
 
 VISITS = 48
-"""An iteration has so many buckets unless told otherwise: each costs the host one call of the
-optimizer, and the device one bucket of gradients."""
+"""An iteration has so many buckets: each costs the host one call of the optimizer, and the device
+one bucket of gradients."""
+STEP_VISITS = 192
+"""Where gradients are kept it has so many: only what streams costs a call, and less of it streams,
+since less memory is kept for the buckets in flight."""
 STATE_PARTS = 64
 COARSE_PARTS = 8
 """The state is divided into so many parts. Multiples of `COARSE_PARTS` are tried, and then fewer
@@ -106,10 +109,12 @@ class Visits(NamedTuple):
     """They stream by it now."""
 
 
-def in_buckets(updates: Sequence[Update], size_bytes: int | None = None) -> tuple[Bucket, ...]:
-    """Cut where the gradients of a bucket reach `size_bytes` (by default a share of `1/VISITS`)."""
+def in_buckets(
+    updates: Sequence[Update], size_bytes: int | None = None, *, visits: int = VISITS
+) -> tuple[Bucket, ...]:
+    """Cut where the gradients of a bucket reach `size_bytes` (by default a share of `1/visits`)."""
     if size_bytes is None:
-        size_bytes = max(1, sum(u.gradient_bytes for u in updates) // VISITS)
+        size_bytes = max(1, sum(u.gradient_bytes for u in updates) // visits)
     found: list[Bucket] = []
     first = 0
     for last, _ in enumerate(updates):

@@ -1098,6 +1098,30 @@ def test_calls_are_tried_and_left_again_while_the_job_runs() -> None:
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
+def test_while_calls_are_tried_no_earlier_refusal_makes_a_job_hopeless() -> None:
+    """No plan met the first budget. The next one has a plan, until calls are tried."""
+    swapper = within(0.0, Language, text, segments=False)
+    enough_bytes = int(0.8 * peak_bytes(Language, text))
+    seen = []
+
+    def batch() -> Tensor:
+        report = swapper.report()
+        too_small = any(reason.code == "budget_too_small" for reason in report.refused)
+        seen.append((too_small, report.hopeless, bool(report.plans)))
+        if world["step"] == 4:
+            swapper.limit(enough_bytes)
+        if world["step"] == 6:
+            swapper.recompute(calls=True)
+        return text()
+
+    with swapper:
+        found = trained(Language, batch)
+    assert equal(trained(Language, text), found)
+    assert (True, True, False) in seen[:5]
+    assert seen[6] == (True, False, True)
+    assert seen[7] == (True, False, False)
+
+
 def test_operations_are_not_tried_again_with_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     swapper = within(0.36, Language, text, segments=False)
     read, readers = Counter[int](), trial.Reader.read

@@ -153,9 +153,11 @@ class JobBudget:
     def settle_for_least(self, link: Link) -> None:
         """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only
         to be called once nothing else can make room. Where some kind of pass has a plan, the others
-        are offloaded on demand, which may take less than a plan of theirs."""
+        are offloaded on demand, which may take less than a plan of theirs. A plan that was refused
+        before there was room, or before calls of modules are tried, says nothing."""
         report = self._swapper.report()
         refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
+        refused &= report.hopeless
         size_bytes = self.in_force.size_bytes
         if self._least_asked or self._dry_run or report.plans or not refused or size_bytes is None:
             return

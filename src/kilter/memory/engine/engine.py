@@ -96,6 +96,8 @@ class SwapReport(MemoryCounts, frozen=True, kw_only=True):
     plans: tuple[MemoryPlan, ...]
     settled: bool
     """There is a plan, and every plan was measured and holds."""
+    hopeless: bool
+    """Some kind of pass gets no plan, as things are now."""
     highest_bytes: int
     """The largest measured peak of passes of all kinds, each as it runs now, is this; 0: not
     measured."""
@@ -270,6 +272,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             held_peak_bytes=counts.held_peak_bytes,
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),
+            hopeless=any(kind.hopeless for kind in self._kinds),
             highest_bytes=self._kinds.highest_bytes,
             most_bytes=self._kinds.peaks.most_bytes,
             peaks_bytes=tuple(self._kinds.peaks.planned_bytes),

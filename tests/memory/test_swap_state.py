@@ -129,6 +129,29 @@ def test_in_a_step_finer_buckets_leave_more_room_for_what_stays() -> None:
     assert fine.stall_s < 0.8 * coarse.stall_s
 
 
+def with_embedding(embedding_bytes: int) -> tuple[Bucket, ...]:
+    """The state of 60 weights, and in their midst that of an embedding."""
+    sizes = [10] * 30 + [embedding_bytes] + [10] * 30
+    return in_buckets([Update(gradient_bytes=1, state_bytes=size) for size in sizes], 1)
+
+
+def test_a_large_bucket_stays_where_others_are_enough() -> None:
+    """Memory for its 80 bytes in flight would be taken from eight others."""
+    plan = plan_step(
+        with_embedding(80), [0.01] * 61, room_bytes=580, step_room_bytes=590, link=LINK
+    )
+    assert 30 not in plan.streamed
+    assert plan.moved_bytes <= 140
+
+
+def test_a_large_bucket_streams_where_others_are_not_enough() -> None:
+    plan = plan_step(
+        with_embedding(400), [0.01] * 61, room_bytes=350, step_room_bytes=420, link=LINK
+    )
+    assert 30 in plan.streamed
+    assert plan.resident_bytes <= 350
+
+
 def even(count: int, size_bytes: int, step_s: float) -> tuple[Bucket, ...]:
     return in_buckets(
         [

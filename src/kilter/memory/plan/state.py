@@ -46,6 +46,9 @@ RESERVES = (0, 1, 2, 3)
 """These are tried for the memory that is kept for buckets in flight."""
 ENDS = ((0, 0), (1, 0), (0, 1), (2, 2))
 """So many buckets at either end are tried as not streamed."""
+EVEN = 2.0
+"""Buckets of more than so many times the mean, such as an embedding's, stream only if there is no
+plan without: memory for one in flight is memory for several others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,14 +203,18 @@ class _Search:
     def __init__(self, problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> None:
         self._problem, self._buckets, self._at = problem, buckets, at
         self._total_bytes = sum(b.state_bytes for b in buckets)
+        self._holders = [i for i, b in enumerate(buckets) if b.state_bytes]
+        even_bytes = EVEN * self._total_bytes / max(1, len(self._holders))
+        self._pool = [i for i in self._holders if buckets[i].state_bytes <= even_bytes]
+        """These may stream; all, where there is no plan for that."""
         self._tried: set[tuple[tuple[int, ...], int]] = set()
         self._best, self._best_s = _Choice(), inf
 
     def best(self) -> StatePlan:
-        for parts in range(0, STATE_PARTS + 1, COARSE_PARTS):
-            for ends, ahead in ((1, 1), (1, 0), (0, 1), (0, 0)):
-                if self._consider(_Choice(parts, ends, ends, ahead), 1 / (1 + ALIKE)):
-                    break
+        self._coarse()
+        if self._best_s == inf:
+            self._pool = self._holders
+            self._coarse()
         if self._best_s == inf:
             raise BudgetTooSmall(
                 f"the budget of {self._problem.budget_bytes} bytes is out of reach even with "
@@ -228,6 +235,13 @@ class _Search:
         whole = self._plan(_Choice()) if self._best.parts else None
         worth_s = (1 + STREAMING_WORTH) * found.iteration_s
         return found if whole is None or worth_s < whole.iteration_s else whole
+
+    def _coarse(self) -> None:
+        """Multiples of some parts, with as much memory as possible left to what stays."""
+        for parts in range(0, STATE_PARTS + 1, COARSE_PARTS):
+            for ends, ahead in ((1, 1), (1, 0), (0, 1), (0, 0)):
+                if self._consider(_Choice(parts, ends, ends, ahead), 1 / (1 + ALIKE)):
+                    break
 
     def _beside(self, parts: int) -> None:
         """A little more state, or less."""
@@ -296,8 +310,7 @@ class _Search:
     def _moved(self, choice: _Choice) -> tuple[int, ...]:
         """The buckets that stream: all between the ends, if there are not enough bytes."""
         bytes_ = self._total_bytes * choice.parts // STATE_PARTS
-        holders = [i for i, b in enumerate(self._buckets) if b.state_bytes]
-        pool = holders[choice.head : len(holders) - choice.tail] if choice.parts else []
+        pool = self._pool[choice.head : len(self._pool) - choice.tail] if choice.parts else []
         return tuple(_spread(pool, self._buckets, bytes_))
 
     def _streaming(self, moved: Iterable[int], ahead: int) -> Problem:

@@ -198,6 +198,14 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_choice, "levels", lambda _: [])
 
 
+def all_calls(record: PassRecord) -> list[SavedSegment]:
+    """The most calls that lie in no other, whatever they cost."""
+    sizes = [sum(record.data[n].size_bytes for n in one.members) for one in record.segments]
+    spans = zip(record.segments, sizes, strict=True)
+    choices = [SegmentChoice(one.first, one.last, size, 1.0) for one, size in spans]
+    return [record.segments[i] for i in (levels(choices) or [()])[0]]
+
+
 @pytest.fixture
 def in_part(monkeypatch: pytest.MonkeyPatch) -> list[SavedSegment]:
     """Every other tensor of each call is recomputed, together with the others of that call. Gives
@@ -206,11 +214,7 @@ def in_part(monkeypatch: pytest.MonkeyPatch) -> list[SavedSegment]:
 
     def parts(choice: call_choice.CallChoice) -> tuple[SavedSegment, ...]:
         record = choice.record
-        sizes = [sum(record.data[n].size_bytes for n in one.members) for one in record.segments]
-        spans = zip(record.segments, sizes, strict=True)
-        choices = [SegmentChoice(one.first, one.last, size, 1.0) for one, size in spans]
-        calls = [record.segments[i] for i in (levels(choices) or [()])[0]]
-        found = [record.part(one, {*sorted(one.reads)[::2]}) for one in calls]
+        found = [record.part(one, {*sorted(one.reads)[::2]}) for one in all_calls(record)]
         chosen.extend(one for one in found if one.members)
         return tuple(one for one in found if one.members)
 
@@ -281,11 +285,15 @@ def test_a_call_that_reads_casts_of_weights_may_leave_before_forward_ends() -> N
 
 @pytest.mark.parametrize("case", ["whole", "in part", "with little host memory"])
 def test_the_files_and_sentences_of_a_run_count_each_tensor_of_a_call(
-    case: str, request: pytest.FixtureRequest
+    case: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The picture in the report is drawn from the files: its peak and time are the plan's."""
     if case == "in part":
         request.getfixturevalue("in_part")
+    else:  # on a busy machine others may be as fast
+        monkeypatch.setattr(
+            call_choice.CallChoice, "best", lambda choice: tuple(all_calls(choice.record))
+        )
     host = HostLimit(50_000) if case == "with little host memory" else None
     share = 0.36 if case == "whole" else 0.5
     with within(share, Language, text, segments=True, host=host) as swapper:

@@ -196,6 +196,9 @@ def test_so_much_state_streams_as_is_missing() -> None:
     assert made.streaming.plan is not None
     assert report.offloaded_bytes >= MIB
     assert "of optimizer state are on the host" in words(report)
+    assert "the step waits" not in words(report)  # visits are in backward, which is planned
+    in_step = words(replace(report, step_wait_s=0.03))
+    assert "on the host, for which the step waits 30 ms [simulated]" in in_step
     assert made.settled
     assert swapper.report().planned > 5
     assert swapper.report().late == 0

@@ -852,30 +852,23 @@ def test_state_has_the_room_that_a_step_leaves(fused: bool, later_bytes: int) ->
 def test_state_is_cut_finer_where_gradients_are_kept(gradients: str, buckets: int) -> None:
     """Less of it is in flight then, and only what streams costs a call of the optimizer."""
 
-    def deep() -> nn.Module:
+    def steps() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(200)))
-
-    def steps(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(200)))
+        optimizer = adamw(net)
         for number in range(STEPS):
-            torch.manual_seed(number)
-            net(torch.randn(4, 16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(net, optimizer)
+            step(net, optimizer, number)
+        return net, optimizer
 
-    net = deep()
-    plain = steps(net, adamw(net))
-    net = deep()
-    optimizer = adamw(net)
-    state_bytes = 200 * 2 * 16 * 16 * 4
-    half = {"room_bytes": state_bytes // 2, "bucket_bytes": None, "min_bytes": 256}
-    with mover(gradients=gradients, **half) as engine:
-        found = steps(net, optimizer)
+    plain = values(*steps())
+    half_bytes = 200 * WIDTH * WIDTH * 4
+    options = {"gradients": gradients, "bucket_bytes": None, "min_bytes": 256}
+    with mover(room_bytes=half_bytes, **options) as engine:
+        trained_now = steps()  # held, since its plan goes with it
         (plan,) = engine.report().plans
     assert len(plan.load) == buckets
     assert plan.streamed
-    assert same(plain, found)
+    assert same(plain, values(*trained_now))
 
 
 def test_between_steps_state_may_have_no_room_at_all() -> None:

@@ -156,10 +156,10 @@ class JobBudget:
         are offloaded on demand, which may take less than a plan of theirs. A plan that was refused
         before there was room, or before calls of modules are tried, says nothing."""
         report = self._swapper.report()
-        refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
-        refused &= report.hopeless
+        too_small = any(reason.code == BudgetTooSmall.code for reason in report.refused)
+        unreached = too_small and report.hopeless and not report.plans
         size_bytes = self.in_force.size_bytes
-        if self._least_asked or self._dry_run or report.plans or not refused or size_bytes is None:
+        if self._least_asked or self._dry_run or not unreached or size_bytes is None:
             return
         least_bytes = self.least_bytes(link, size_bytes)
         if least_bytes is None:  # the kinds that were refused are forgotten, none is recorded yet

@@ -25,7 +25,7 @@ from kilter.core.reasons import Reason
 from kilter.core.units import MIB, show_bytes, show_time
 from kilter.memory import messages
 from kilter.memory.first_step import FirstStep
-from kilter.memory.state_room import SLACK, StateRoom, to_offload_bytes
+from kilter.memory.state_room import StateRoom, to_offload_bytes
 from kilter.memory.state_streaming import StateStreaming
 from kilter.memory.usable_bytes import countable_bytes
 from kilter.memory.weight_room import WeightRoom
@@ -269,7 +269,7 @@ class StateAndWeightPolicy:
     def _move_weights(self, missing_bytes: int) -> None:
         """The last resort: offload weights for what is still missing, a little more each time."""
         self._iteration_ends = 0
-        more_bytes = int((1 + SLACK) * missing_bytes)
+        more_bytes = to_offload_bytes(missing_bytes, 0)
         self.settled = missing_bytes <= 0 or not self.weights.make(more_bytes, self.streaming.taken)
 
 

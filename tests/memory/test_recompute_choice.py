@@ -704,7 +704,7 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     choice = choice_of(engine, times)
     choice.iteration_ended(met=True, settled=True)
     assert engine.asked == [True] * (stall_s > 0.0)
-    assert choice.words.endswith("nothing waits for the host or for copies") is (stall_s == 0.0)
+    assert choice.words.endswith("no pass waits for the host or for copies") is (stall_s == 0.0)
 
 
 @pytest.mark.parametrize("plan_s", [0.081, 0.1], ids=["hidden", "the plan waits for copies"])

@@ -34,7 +34,7 @@ class HostTime:
         self.step_wait_s = 0.0
         """The optimizer's step waits so long for its state, which no plan of a pass counts."""
         self.keeps_up = False
-        """Under the plan nothing waits for the host or for copies of what no operation makes."""
+        """Under the plan no pass waits for the host or for copies of what no operation makes."""
         self._uncounted_s: float | None = None
         """An iteration took this before they counted it; None: that is not compared now."""
 

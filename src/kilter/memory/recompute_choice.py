@@ -267,7 +267,7 @@ class RecomputeChoice:
             why_not = self._no_calls
             if other is RecomputeWay.CALLS and self._host.keeps_up:
                 # They spare nothing else.
-                why_not = "with them nothing waits for the host or for copies"
+                why_not = "with them no pass waits for the host or for copies"
         elif way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
             why_not = "no call of a module is worth recomputing"
         elif measured_s is None:

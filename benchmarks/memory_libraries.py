@@ -147,13 +147,36 @@ JOBS = {
     ),
     "nfnet": Job("timm", "dm_nfnet_f1", 128, "images"),
     "sd_unet": Job("diffusers", "UNet2DConditionModel", 16, "captions"),
+    "mixtral": Job(
+        "transformers",
+        "Mixtral",
+        8,
+        "words",
+        more=_wide(1024, 16, intermediate_size=3584, num_key_value_heads=4),
+    ),
+    "whisper": Job(
+        "transformers",
+        "Whisper",
+        16,
+        "sounds",
+        more={
+            **{f"{part}_layers": 12 for part in ("encoder", "decoder")},
+            **{f"{part}_attention_heads": 12 for part in ("encoder", "decoder")},
+            **{f"{part}_ffn_dim": 3072 for part in ("encoder", "decoder")},
+            "d_model": 768,
+        },
+    ),
+    "flux": Job("diffusers", "FluxTransformer2DModel", 16, "patches"),
+    "eva02": Job("timm", "eva02_base_patch14_224", 128, "images", more={"num_classes": 1000}),
 }
 HEADS = {
     "Bert": "BertForMaskedLM",
     "DebertaV2": "DebertaV2ForMaskedLM",
     "T5": "T5ForConditionalGeneration",
     "GPT2": "GPT2LMHeadModel",
+    "Whisper": "WhisperForConditionalGeneration",
 }
+LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 WORDS = 32000
 LENGTH = 1024
 """Of a text, if its job says nothing else."""
@@ -166,9 +189,11 @@ def language(job: Job, small: bool) -> Any:
 
     more = {**job.more, "vocab_size": WORDS}
     if small:
-        more |= {k: 2 for k in ("n_layer", "num_hidden_layers", "num_layers") if k in more}
+        more |= {k: 2 for k in LAYERS if k in more}
     if job.name == "T5":
         more |= {"decoder_start_token_id": 0, "use_cache": False}
+    if job.name == "Whisper":
+        more |= {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "decoder_start")}
     config = getattr(transformers, f"{job.name}Config")(**more)
     head = HEADS.get(job.name, f"{job.name}ForCausalLM")
     return getattr(transformers, head)(config)
@@ -176,7 +201,7 @@ def language(job: Job, small: bool) -> Any:
 
 def diffusion(job: Job, small: bool) -> Any:
     """Sizes as published: DDPM's U-Net, DiT-XL/2, the autoencoder and the U-Net of Stable
-    Diffusion."""
+    Diffusion. FLUX's transformer has a third of its layers, half as wide."""
     import diffusers
 
     make = getattr(diffusers, job.name)
@@ -200,6 +225,9 @@ def diffusion(job: Job, small: bool) -> Any:
             down_block_types=("DownEncoderBlock2D",) * len(widths),
             up_block_types=("UpDecoderBlock2D",) * len(widths),
         )
+    if job.name == "FluxTransformer2DModel":
+        layers = {"num_layers": 2 if small else 6, "num_single_layers": 2 if small else 12}
+        return make(num_attention_heads=12, joint_attention_dim=CAPTION, **layers)
     if job.name == "UNet2DConditionModel":
         widths = (32, 32, 32, 32) if small else (320, 640, 1280, 1280)
         return make(block_out_channels=widths, cross_attention_dim=CAPTION)
@@ -228,7 +256,7 @@ def model_of(job: Job, small: bool, checkpoint: bool) -> Any:
     elif job.library == "diffusers":
         model = diffusion(job, small)
     elif job.library == "timm":
-        model = importlib.import_module("timm").create_model(job.name)
+        model = importlib.import_module("timm").create_model(job.name, **job.more)
     else:
         make = getattr(importlib.import_module("torchvision").models, job.name)
         own = checkpoint and job.name.startswith("densenet")
@@ -282,6 +310,18 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         words = torch.randn(batch, 77, CAPTION, device=device)
         return functional.mse_loss(model(x, times, words).sample, torch.randn_like(x))
 
+    def sounds() -> Any:
+        x = torch.randn(batch, 80, 3000, device=device)
+        return model(x, labels=torch.randint(1, WORDS, (batch, 448), device=device)).loss
+
+    def patches() -> Any:
+        x = torch.randn(batch, 1024, 64, device=device)
+        words = torch.randn(batch, 128, CAPTION, device=device)
+        pooled, times = torch.randn(batch, 768, device=device), torch.rand(batch, device=device)
+        places = torch.zeros(1024, 3, device=device), torch.zeros(128, 3, device=device)
+        found = model(x, words, pooled, times, *places).sample
+        return functional.mse_loss(found, torch.randn_like(x))
+
     def pictures() -> Any:
         x = torch.randn(batch, 3, 128, 128, device=device)
         return functional.mse_loss(model(x, sample_posterior=True).sample, x)
@@ -293,6 +333,8 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         "pictures": pictures,
         "tokens": tokens,
         "captions": captions,
+        "sounds": sounds,
+        "patches": patches,
     }
     return feeds.get(job.feed, words)
 

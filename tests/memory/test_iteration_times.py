@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.memory.iteration_times import MIXED, IterationTimes
+from kilter.memory.iteration_times import FEW, MEASURED, MIXED, IterationTimes
 from kilter.observe.end_times import Iteration
 
 
@@ -28,6 +28,19 @@ def test_an_iteration_with_a_pass_that_has_no_plan_is_not_taken_for_one_under_a_
     times.begin_plan()
     assert not times.others_s
     assert times.counts == {"planned": 0, "others": 0}
+
+
+def test_few_iterations_are_enough_where_they_are_alike() -> None:
+    times = IterationTimes()
+    times.planned_s.extend([0.200] * (FEW - 1))
+    assert times.measured_s() is None
+    times.planned_s.append(0.201)
+    assert times.measured_s() == 0.200
+    times.begin_plan()
+    times.planned_s.extend([0.240, *[0.200] * (MEASURED - 2)])
+    assert times.measured_s() is None
+    times.planned_s.append(0.200)
+    assert times.measured_s() == 0.200
 
 
 def test_where_shapes_change_all_iterations_count_but_plain_and_watched_ones() -> None:

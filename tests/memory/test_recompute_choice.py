@@ -26,7 +26,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
 from kilter.memory.host_time import HOST_EACH_S
-from kilter.memory.iteration_times import MEASURED, MIXED, PATIENCE, IterationTimes
+from kilter.memory.iteration_times import FEW, MEASURED, MIXED, PATIENCE, IterationTimes
 from kilter.memory.kept_calls import KeptCall, KeptCalls
 from kilter.memory.kept_recompute import KeptRecompute, RecomputeWay
 from kilter.memory.own_checkpointing import OwnCheckpointing
@@ -106,7 +106,7 @@ def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
     times = IterationTimes()
     choice = choice_of(engine, times)
     for duration_s in durations_s:
-        for _ in range(MEASURED):
+        for _ in range(FEW):
             choice.iteration_ended(met=True, settled=True)
             times.planned_s.append(duration_s)
     choice.iteration_ended(met=True, settled=True)

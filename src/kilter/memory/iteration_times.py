@@ -10,6 +10,8 @@ from kilter.observe.end_times import Iteration
 
 MEASURED = 10
 """Of so many iterations under plans of one sort the median counts."""
+FEW, ALIKE = 5, 1.01
+"""Of so few if the longest of them takes at most so many times the shortest."""
 MIXED = 20
 """The same where shapes keep changing: iterations differ more there, and have mostly no plan."""
 PATIENCE = 64
@@ -68,7 +70,9 @@ class IterationTimes:
 
     def measured_s(self) -> float | None:
         """An iteration under these plans takes this in the median; None: not known yet."""
-        return median_s(self.planned_s) if len(self.planned_s) >= MEASURED else None
+        known_s = list(self.planned_s)
+        alike = len(known_s) >= FEW and max(known_s) <= ALIKE * min(known_s)
+        return statistics.median(known_s) if alike or len(known_s) >= MEASURED else None
 
     def mixed_measured_s(self) -> float | None:
         """An iteration takes this in the median, under a plan or not; None: not known yet."""

@@ -40,12 +40,12 @@ class StateStreaming:
         self.chosen = False
         self.taken_back: Reason | None = None
         """Why state does not stream any more."""
-        self._shared: tuple[PassRecord, Problem] | None = None
-        """What streams was chosen for this pass, as it is with all state on the device."""
+        self._events: tuple[int, ...] = ()
+        """It was chosen for passes with these events."""
         self._backward_s = 0.0
         """From the first visit on the pass takes this, with all waiting."""
         self._awaiting = False
-        """State is moved at the next step, and then the pass is planned anew."""
+        """State is moved at the next step, and then passes are watched and planned anew."""
         self._before_s: float | None = None
         """An iteration without streaming state took this, while those with it are to be judged."""
         self._last_s: float | None = None
@@ -101,7 +101,7 @@ class StateStreaming:
             return False
         if self._times_s and not streaming:
             self._before_s = statistics.median(self._times_s)
-        self.plan, self._shared, self._awaiting = found, (record, problem), True
+        self.plan, self._events, self._awaiting = found, record.events, True
         self._backward_s = found.iteration_s - sum(problem.operation_s[: visits.at[0]])
         mover.make_room(found.peak_bytes, found)
         return True
@@ -118,14 +118,10 @@ class StateStreaming:
 
     def changed(self, visits: Visits | None) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
-        from kilter.memory.plan.state import beside
-
         self._last_s = None
         self._times_s.clear()
-        if not self._awaiting or self._shared is None or visits is None or visits.plan is None:
+        streams = self.plan is not None and visits is not None and visits.plan is not None
+        if not (self._awaiting and streams):
             self._before_s = None
-            self._swapper.weigh_anew(None if self.plan is None else visits)
-            return
-        self._awaiting = False
-        record, problem = self._shared
-        self._swapper.relevel(record, beside(problem, visits).resident.tolist(), visits)
+        self._awaiting &= not streams
+        self._swapper.weigh_anew(None if self.plan is None else visits, self._events)

@@ -329,21 +329,16 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._begin_anew(lambda: before.append(self._kinds.exchange(others, self.budget_bytes)))
         return before[0]
 
-    def weigh_anew(self, state: Visits | None = None) -> None:
-        """Gradients or optimizer state take another amount of device memory from now on, and state
-        streams like this: watch and plan anew."""
-        self._begin_anew(partial(self._kinds.weigh_anew, state))
+    def weigh_anew(self, state: Visits | None = None, events: tuple[int, ...] = ()) -> None:
+        """Gradients or optimizer state take another amount of device memory from now on, and in
+        passes with these events state streams like this: watch and plan anew."""
+        self._begin_anew(partial(self._kinds.weigh_anew, state, events))
 
     def _begin_anew(self, change: Callable[[], None]) -> None:
         if self._store.within() is None:
             self._end_pass()
         change()
         self._next.forget()
-
-    def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
-        """The same, where the levels of one kind of pass with everything kept are known: it is
-        planned anew without being watched."""
-        self._begin_anew(partial(self._kinds.relevel, record, level_bytes, state))
 
     @property
     def recomputes_calls(self) -> bool:

@@ -212,24 +212,13 @@ class PassKinds:
                 kind.outdated |= kind.plan.problem.budget_bytes != kind.may_use(budget_bytes)
         return before
 
-    def weigh_anew(self, state: Visits | None) -> None:
+    def weigh_anew(self, state: Visits | None, events: tuple[int, ...]) -> None:
         """Watch all kinds anew for their levels. How tensors are recomputed stays as it was; in
-        passes in which optimizer state streams, it does so like this from now on."""
-        self._streams = {} if state is None else dict.fromkeys(self._streams, state)
+        passes with these events optimizer state streams like this from now on."""
+        self._streams = {} if state is None else {events: state}
         tried = {kind.record.events: kind.record for kind in self if kind.tried}
         self.forget()
         self._tried_before = tried
-
-    def relevel(self, record: PassRecord, level_bytes: list[int], state: Visits) -> None:
-        """Passes of this kind have these levels from now on, optimizer state streams in them, and
-        they are planned anew; all others are forgotten."""
-        kind = self._by_events.get(record.events)
-        self._by_events = {}
-        if kind is not None and kind.record is record and kind.tried:
-            corrections = Corrections(slow=kind.corrections.slow)
-            self._add(PassKind(record, tried=True, weighed=True, corrections=corrections))
-        record.level_bytes, self._streams = level_bytes, {record.events: state}
-        record.begin_bytes = 0  # not known with these
 
     def kept_calls(self) -> tuple[KeptCalls, ...]:
         """What another run may begin with, of kinds that this run has met and of others."""

@@ -707,6 +707,27 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     assert choice.words.endswith("no pass waits for the host or for copies") is (stall_s == 0.0)
 
 
+@pytest.mark.parametrize("stall_s", [0.0, 0.01], ids=["nothing waits", "the plan waits for copies"])
+def test_where_the_host_keeps_up_the_models_own_checkpointing_is_tried_alone(
+    stall_s: float,
+) -> None:
+    model, engine, times = _Model(), Engine(stall_s=stall_s), IterationTimes()
+    times.plain_s.append(0.110)
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(met=True, settled=True)
+    model(torch.randn(4, 64))
+    for duration_s in (0.131, 0.150, 0.131):
+        times.planned_s.extend([duration_s] * MEASURED)
+        choice.iteration_ended(met=True, settled=True)
+    assert engine.asked == [True] * (stall_s > 0.0)
+    assert choice.decided is (stall_s == 0.0)
+    if choice.decided:
+        assert choice.words == (
+            "single operations are recomputed: 150 ms an iteration with the model's own "
+            "checkpointing, 131 ms with single operations [measured]"
+        )
+
+
 @pytest.mark.parametrize("plan_s", [0.081, 0.1], ids=["hidden", "the plan waits for copies"])
 def test_checkpointing_is_tried_where_a_plan_that_only_offloads_waits(plan_s: float) -> None:
     model, engine, times = _Model(), Engine(recomputed=0, plan_s=plan_s), IterationTimes()

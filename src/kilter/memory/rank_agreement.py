@@ -54,6 +54,8 @@ class TurnNote(msgspec.Struct, frozen=True):
     """Shapes keep changing: iterations were measured with a plan or without."""
     kept: KeptRecompute | None = None
     """What an earlier run of the job has chosen, of which rank 0 alone hears."""
+    keeps_up: bool = False
+    """Under the plan for single operations no pass waits for the host or for copies."""
 
     def with_(self, other: TurnNote) -> TurnNote:
         """The slowest rank counts, and the one that is shortest of memory."""
@@ -67,6 +69,7 @@ class TurnNote(msgspec.Struct, frozen=True):
             why_not=self.why_not or other.why_not or unlike,
             changing=self.changing or other.changing,
             kept=self.kept or other.kept,
+            keeps_up=self.keeps_up and other.keeps_up,
         )
 
 

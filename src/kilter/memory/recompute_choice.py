@@ -189,9 +189,11 @@ class RecomputeChoice:
             self._decide(heard)
 
     def _calls_are_next(self, heard: TurnNote) -> bool:
-        """They are compared with what has turned out to be the faster of the other two."""
+        """They are compared with what has turned out to be the faster of the other two, unless that
+        leaves nothing for them to spare."""
         own = self._comparison.other is RecomputeWay.OWN
-        return own and heard.tensors <= MOST_TENSORS and not heard.changing
+        spare = not (heard.keeps_up and self._comparison.base is RecomputeWay.OPERATIONS)
+        return own and spare and heard.tensors <= MOST_TENSORS and not heard.changing
 
     def _looked(self) -> bool:
         """It is known what single operations are compared with. One iteration is looked at for
@@ -297,7 +299,14 @@ class RecomputeChoice:
     ) -> TurnNote:
         models, plain = self.in_force.models, self.plain
         return TurnNote(
-            models, plain.share, plain.tensors, measured_s, why_not, self._changing, kept
+            models=models,
+            share=plain.share,
+            tensors=plain.tensors,
+            seconds=measured_s,
+            why_not=why_not,
+            changing=self._changing,
+            kept=kept,
+            keeps_up=self._host.keeps_up,
         )
 
     def _decide(self, heard: TurnNote) -> None:

@@ -199,6 +199,20 @@ def test_a_norm_from_its_statistics_is_the_frameworks_own(width: int) -> None:
     assert torch.equal(normalised(x, mean, rstd, weight, shifted, torch.bfloat16), made)
 
 
+def test_a_number_that_is_read_does_not_wait_for_all_copies() -> None:
+    """2 GiB are on their way to the host, some 40 ms. With one stream for them it would."""
+    backend = Cuda.open()
+    size_bytes = 2**28
+    host, device = backend.reserve(size_bytes), backend.alloc(size_bytes)
+    number = torch.ones((), device="cuda")
+    assert number.item() == 1.0
+    copies = [backend.copy_out(host, device) for _ in range(8)]
+    assert number.item() == 1.0
+    backend.wait(copies[-1])
+    assert not backend.reached(backend.mark())
+    backend.close()
+
+
 def test_many_copies_in_flight_arrive_in_order() -> None:
     """More than the lane has events: a wait may be late, never too early."""
     backend = Cuda.open()

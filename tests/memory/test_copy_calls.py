@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import threading
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -13,7 +17,8 @@ from kilter.core.errors import DeviceError  # noqa: E402
 from kilter.memory.engine import compiled_recorder  # noqa: E402
 from kilter.memory.engine.cuda import _Lane  # noqa: E402
 
-STREAM, READY, DONE, COMPUTE = 11, 12, 13, 14
+STREAM, OTHER, READY, OVER, DONE, COMPUTE = 11, 12, 13, 14, 15, 16
+TURN = 64
 
 
 class Driver:
@@ -38,8 +43,9 @@ class Driver:
 def lane(driver: Driver) -> _Lane:
     """As on a GPU, but for its streams and events."""
     found = _Lane.__new__(_Lane)
-    state = {"_driver": driver, "_stream": STREAM, "_ready": READY, "_done": [DONE] * _Lane.RING}
-    found.__dict__.update(state, _issued=0, _waited={}, _calls=None)
+    state = {"_driver": driver, "_streams": [STREAM, OTHER], "_ready": READY, "_over": OVER}
+    state |= {"_done": [DONE] * _Lane.RING, "TURN": TURN, "_in_turn": 0}
+    found.__dict__.update(state, _issued=0, _waited={}, _calls=None, _turns=threading.RLock())
     return found
 
 
@@ -78,6 +84,79 @@ CALLS = [
 
 def test_a_copy_is_started_by_the_same_calls(library: Any) -> None:
     assert [started(which) for which in (None, library)] == [CALLS, CALLS]
+
+
+class Copied(NamedTuple):
+    """What reaches the copy engine."""
+
+    stream: int
+    begin: int
+    size_bytes: int
+
+
+def check_order(asked: list[tuple[Any, ...]], sizes_bytes: list[int]) -> list[Copied]:
+    """Play the driver: whatever comes later on either stream begins when all before it is over, and
+    after what was issued to the computing stream. Gives the copies."""
+    after: dict[int, set[int]] = {STREAM: set(), OTHER: set(), COMPUTE: set()}
+    """By stream, and below by event: what has come before its end."""
+    events: dict[int, set[int]] = {}
+    copies: list[Copied] = []
+    sizes = iter(sizes_bytes)
+    for number, (name, *arguments) in enumerate(asked):
+        if name == "record":
+            event, stream = arguments
+            if stream == COMPUTE:
+                after[COMPUTE] = {-number}
+                issued = -number
+            events[event] = set(after[stream])
+            if event == DONE:
+                assert events[event] >= set(range(len(copies)))
+                size_bytes = next(sizes)
+                parts = copies[size_bytes // -TURN :]
+                assert sum(part.size_bytes for part in parts) == size_bytes
+                assert [part.begin for part in parts] == [*range(0, size_bytes, TURN)]
+        elif name == "hold":
+            stream, event, _ = arguments
+            after[stream] |= events[event]
+        else:
+            begin, size_bytes, stream = arguments
+            assert after[stream] >= {*range(len(copies)), issued}
+            after[stream].add(len(copies))
+            copies.append(Copied(stream, begin, size_bytes))
+    return copies
+
+
+@given(
+    st.lists(st.integers(1, 5 * TURN), min_size=1, max_size=12),
+    st.integers(0, 12),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_copies_end_in_order_and_streams_take_turns(
+    library: Any, sizes_bytes: list[int], by_python: int
+) -> None:
+    """The first copies are started by Python, and the others by the library."""
+    driver, alone = Driver(), Driver()
+    ours, python = lane(driver), lane(alone)
+    asked: list[tuple[Any, ...]] = []
+    for number, size_bytes in enumerate(sizes_bytes):
+        if number == by_python:
+            ours.use_library(library)
+        target, source = (torch.zeros(size_bytes, dtype=torch.uint8) for _ in range(2))
+        before = len(driver.asked)
+        for each in (ours, python):
+            each.copy(target, source, COMPUTE)
+        for name, *arguments in driver.asked[before:]:
+            if name == "copy":
+                begin = arguments[0] - target.data_ptr()
+                assert arguments[1] - source.data_ptr() == begin
+                arguments = [begin, *arguments[2:]]
+            asked.append((name, *arguments))
+    copies = check_order(asked, sizes_bytes)
+    turns = [list(turn) for _, turn in groupby(copies, key=lambda copied: copied.stream)]
+    assert all(sum(copied.size_bytes for copied in turn) <= TURN for turn in turns)
+    for turn, following in pairwise(turns):  # no sooner than it has to
+        assert sum(copied.size_bytes for copied in turn) + following[0].size_bytes > TURN
+    assert driver.asked == alone.asked
 
 
 @pytest.mark.parametrize(("fails", "calls"), [("record", 1), ("hold", 2), ("copy", 3)])

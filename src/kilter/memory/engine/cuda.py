@@ -1,4 +1,4 @@
-"""The CUDA backend: one copy stream in each direction, pinned host memory of exact size.
+"""The CUDA backend: two copy streams by turns in each direction, pinned host memory of exact size.
 
 The computing stream waits for events, the CPU never does. Buffers are allocated and freed on the
 computing stream and copies wait for it, so no `record_stream` is needed: that would hold memory
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -65,20 +66,31 @@ _driver = functools.cache(_Driver)
 
 
 class _Lane:
-    """One copy stream. Its copies end in the order of their numbers, so whoever waits for one has
-    waited for all before it, and a few events do for all copies: the event of copy `n` is used
-    again by copy `n + RING`, and waiting for that one instead is late, never wrong."""
+    """The copies in one direction. They end in the order of their numbers, so whoever waits for one
+    has waited for all before it, and a few events do for all copies: the event of copy `n` is used
+    again by copy `n + RING`, and waiting for that one instead is late, never wrong.
+
+    Two streams take turns, and each waits for the other. While it does, the copy engine sees to
+    copies of the program: a number that is read would have to wait for all that one stream was
+    given, and waits for one turn (docs/measurements/memory.md)."""
 
     RING = 256
+    TURN = 32 * MIB
+    """At most so much is copied in a turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._driver = _driver()
-        self._owner = torch.cuda.Stream(device)
-        self._events = [torch.cuda.Event() for _ in range(self.RING + 1)]
+        self._owners = [torch.cuda.Stream(device) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(self.RING + 2)]
         for event in self._events:
-            event.record(self._owner)  # before that it is nothing
-        self._stream = self._owner.cuda_stream
-        self._ready, *self._done = (event.cuda_event for event in self._events)
+            event.record(self._owners[0])  # before that it is nothing
+        self._streams = [owner.cuda_stream for owner in self._owners]
+        """The first of them copies now."""
+        self._in_turn = 0
+        """It has been given so many bytes in its turn."""
+        self._ready, self._over, *self._done = (event.cuda_event for event in self._events)
+        self._turns = threading.RLock()
+        """The program's threads start copies one after the other."""
         self._issued = 0
         self._waited: dict[int, int] = {}
         """It names, for each stream, the last copy that the stream waited for."""
@@ -91,13 +103,15 @@ class _Lane:
             driver = self._driver
             calls = (driver.copy, driver.record, driver.hold)
             addresses = (ctypes.cast(call, ctypes.c_void_p).value for call in calls)
-            self._calls = compiled.CopyCalls(*addresses, self._stream, self._ready)
+            handles = (*self._streams, self._ready, self._over)
+            self._calls = compiled.CopyCalls(*addresses, *handles, self.TURN, self._in_turn)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> CopyEvent:
         """Of as many bytes, dense on both sides."""
-        number = self._issued = self._issued + 1
         calls = self if self._calls is None else self._calls
-        failed = calls.start(target, source, compute, self._done[number % self.RING])
+        with self._turns:
+            number = self._issued = self._issued + 1
+            failed = calls.start(target, source, compute, self._done[number % self.RING])
         if failed:
             raise DeviceError(f"a copy between host and device failed (CUDA: {failed})")
         return self, number
@@ -105,13 +119,26 @@ class _Lane:
     def start(self, target: torch.Tensor, source: torch.Tensor, compute: int, done: int) -> int:
         """Start a copy after what was issued to `compute`; its end is the event `done`. The
         driver's error, or 0."""
-        driver, stream = self._driver, self._stream
-        return int(
-            driver.record(self._ready, compute)
-            or driver.hold(stream, self._ready, 0)
-            or driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
-            or driver.record(done, stream)
+        driver, size_bytes = self._driver, target.nbytes
+        failed = driver.record(self._ready, compute) or driver.hold(
+            self._streams[0], self._ready, 0
         )
+        for begin in range(0, size_bytes, self.TURN):
+            part_bytes = min(self.TURN, size_bytes - begin)
+            failed = failed or self._take_turns(part_bytes)
+            places = target.data_ptr() + begin, source.data_ptr() + begin
+            failed = failed or driver.copy(*places, part_bytes, self._streams[0])
+        return int(failed or driver.record(done, self._streams[0]))
+
+    def _take_turns(self, part_bytes: int) -> int:
+        """The other stream goes on if so much is too much for this turn. As above."""
+        self._in_turn += part_bytes
+        if self._in_turn <= self.TURN:
+            return 0
+        self._in_turn = part_bytes
+        self._streams.reverse()
+        now, before = self._streams
+        return int(self._driver.record(self._over, before) or self._driver.hold(now, self._over, 0))
 
     def hold(self, compute: int, done: int) -> int:
         """What is issued to `compute` from here on waits for that event. As above."""

@@ -8,7 +8,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace {
 
@@ -16,20 +18,33 @@ using Address = std::uintptr_t;
 
 class CopyCalls {
  public:
-  // `ready` is an event of the stream's own.
-  CopyCalls(Address copy, Address record, Address hold, Address stream, Address ready)
+  // The first stream has been given `in_turn` bytes in its turn. `ready` and `over` are events of
+  // their own.
+  CopyCalls(Address copy, Address record, Address hold, Address stream, Address other, Address ready,
+            Address over, size_t turn_bytes, size_t in_turn)
       : copy_(reinterpret_cast<Copy>(copy)),
         record_(reinterpret_cast<Record>(record)),
         hold_(reinterpret_cast<Hold>(hold)),
         stream_(reinterpret_cast<void*>(stream)),
-        ready_(reinterpret_cast<void*>(ready)) {}
+        other_(reinterpret_cast<void*>(other)),
+        ready_(reinterpret_cast<void*>(ready)),
+        over_(reinterpret_cast<void*>(over)),
+        turn_bytes_(turn_bytes),
+        in_turn_(in_turn) {}
 
   // `_Lane.start`: the driver's error, or 0.
-  int start(const at::Tensor& target, const at::Tensor& source, Address compute, Address done) const {
+  int start(const at::Tensor& target, const at::Tensor& source, Address compute, Address done) {
     py::gil_scoped_release released;
+    auto* to = static_cast<char*>(target.data_ptr());
+    auto* from = static_cast<char*>(source.data_ptr());
+    const size_t size_bytes = target.nbytes();
     int failed = record_(ready_, reinterpret_cast<void*>(compute));
     if (!failed) failed = hold_(stream_, ready_, 0);
-    if (!failed) failed = copy_(target.data_ptr(), source.data_ptr(), target.nbytes(), stream_);
+    for (size_t begin = 0; begin < size_bytes && !failed; begin += turn_bytes_) {
+      const size_t part_bytes = std::min(turn_bytes_, size_bytes - begin);
+      failed = take_turns(part_bytes);
+      if (!failed) failed = copy_(to + begin, from + begin, part_bytes, stream_);
+    }
     if (!failed) failed = record_(reinterpret_cast<void*>(done), stream_);
     return failed;
   }
@@ -43,10 +58,22 @@ class CopyCalls {
   using Copy = int (*)(void*, void*, size_t, void*);
   using Record = int (*)(void*, void*);
   using Hold = int (*)(void*, void*, unsigned);
+
+  // `_Lane._take_turns`, likewise.
+  int take_turns(size_t part_bytes) {
+    in_turn_ += part_bytes;
+    if (in_turn_ <= turn_bytes_) return 0;
+    in_turn_ = part_bytes;
+    std::swap(stream_, other_);
+    const int failed = record_(over_, other_);
+    return failed ? failed : hold_(stream_, over_, 0);
+  }
+
   Copy copy_;
   Record record_;
   Hold hold_;
-  void *stream_, *ready_;
+  void *stream_, *other_, *ready_, *over_;
+  size_t turn_bytes_, in_turn_;
 };
 
 // `Cuda._allocated_bytes`. In PyTorch 2.8 only the CUDA library itself tells, against which ours is

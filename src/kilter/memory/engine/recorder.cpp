@@ -688,7 +688,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   PyModule_AddFunctions(m.ptr(), saved_tensor_functions);
   PyModule_AddFunctions(m.ptr(), small_copies_functions);
   py::class_<CopyCalls>(m, "CopyCalls")
-      .def(py::init<Address, Address, Address, Address, Address>())
+      .def(py::init<Address, Address, Address, Address, Address, Address, Address, size_t, size_t>())
       .def("start", &CopyCalls::start)
       .def("hold", &CopyCalls::hold);
   py::class_<NormKernel>(m, "NormKernel")

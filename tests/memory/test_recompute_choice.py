@@ -362,7 +362,7 @@ class _Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (_Layer, _Model, Block):
+    for kind in (_Layer, _EncoderLayer, _Model, Block):
         monkeypatch.setattr(kind, "__module__", "transformers.models.here")
         monkeypatch.setattr(kind.forward, "__module__", "transformers.models.here")
 
@@ -480,6 +480,27 @@ def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said()
     assert engine.asked[0] is True  # calls are tried in its place
     assert choice.words.endswith("config.use_cache = False allows it")
     assert not model.layers[0].gradient_checkpointing
+
+
+class _EncoderLayer(_Layer):
+    """It is told of caches, and has none."""
+
+    def forward(self, x: Tensor, **_others: Any) -> Tensor:
+        return super().forward(x)
+
+
+def test_the_blocks_that_keep_no_cache_are_checkpointed_of_a_model_that_keeps_one() -> None:
+    """As in models that translate or transcribe."""
+    model = _Model()
+    model.use_cache = True
+    model.layers[0], model.layers[2] = _EncoderLayer(), _EncoderLayer()
+    found = flags(model)
+    own, names = seen(model)
+    assert (names, own.why_not) == ("_Model", "")
+    own.switch_on()
+    assert [layer.gradient_checkpointing for layer in model.layers] == [True, False, True]
+    own.switch_off()
+    assert flags(model) == found
 
 
 @pytest.mark.parametrize(

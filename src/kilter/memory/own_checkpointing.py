@@ -9,8 +9,8 @@ Checkpointing runs a block a second time in backward. Random numbers are drawn a
 all numbers stay. What else a block does, it does twice: models are left alone whose buffers change
 in an iteration (the statistics of a batch norm), or that hold modules of the program's own, hooks,
 or another `forward` than their library has written. transformers does without its cache then, so
-that attention reads keys and values in another layout, and may round otherwise: models that keep
-one in training are left alone, too.
+that attention reads keys and values in another layout, and may round otherwise: modules that keep
+one in training are left alone, too (of a model that translates or transcribes, its decoder).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import sys
 import weakref
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from kilter.observe import torch_internals
@@ -71,7 +72,8 @@ class OwnCheckpointing:
         buffers had before. It goes by identity: a program's modules may compare as they like."""
         self._models: list[weakref.ref[Module]] = []
         """They are modules of the libraries among them."""
-        self._keeps_cache = False
+        self._cached: set[int] = set()
+        """These modules, by identity, were given a cache."""
         self.why_not = ""
         """What the program can do about it that no model was found; empty: nothing."""
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
@@ -101,8 +103,9 @@ class OwnCheckpointing:
     def _returns(
         self, module: Module, _arguments: Any, named: dict[str, Any], _output: Any
     ) -> None:
-        given = [named.get(name) for name in CACHES]
-        self._keeps_cache |= any(value is not None and value is not False for value in given)
+        given = [name for name in CACHES if named.get(name) not in (None, False)]
+        if given and not {*given}.isdisjoint(signature(module.forward).parameters):
+            self._cached.add(id(module))  # others have it among what they only hand on
 
     def found(self) -> str:
         """The iteration that was looked at is over. Gives the names of the models whose blocks can
@@ -114,7 +117,7 @@ class OwnCheckpointing:
         inner = {id(p): p for model in models for p in model.modules() if p is not model}
         if written or not all(map(_may_run_again, inner.values())) or not self._flags():
             self._models.clear()
-        elif self._models and self._keeps_cache:
+        elif not self._flags_to_set():
             self._models.clear()
             self.why_not = KEEPS_CACHE
         outer = [_class_of(model).__name__ for model in self._alive() if id(model) not in inner]
@@ -126,7 +129,7 @@ class OwnCheckpointing:
         parts = {id(part): part for model in self._alive() for part in model.modules()}
         for part in parts.values():
             self._again.extend(fsdp.run_again_alike(part))
-        flags = self._flags()
+        flags = self._flags_to_set()
         flagged = {id(module) for module, _ in flags}
         blocks = [
             id(module)
@@ -165,9 +168,17 @@ class OwnCheckpointing:
         found = [reference() for reference in self._models]
         return [module for module in found if module is not None]
 
+    def _flags_to_set(self) -> list[tuple[Module, str]]:
+        """Those of modules in which no cache is kept."""
+        return [
+            (module, flag)
+            for module, flag in self._flags()
+            if not any(id(part) in self._cached for part in module.modules())
+        ]
+
     def _flags(self) -> list[tuple[Module, str]]:
-        """The modules whose flags are to be set. None where the program has set a flag itself, or a
-        model says that it cannot be checkpointed."""
+        """The modules with flags. None where the program has set a flag itself, or a model says
+        that it cannot be checkpointed."""
         modules = self._alive()
         flags = [
             (each, flag) for each in modules for flag in {*FLAGS.values()} if hasattr(each, flag)

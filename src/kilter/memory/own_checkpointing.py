@@ -103,9 +103,9 @@ class OwnCheckpointing:
     def _returns(
         self, module: Module, _arguments: Any, named: dict[str, Any], _output: Any
     ) -> None:
-        given = [name for name in CACHES if named.get(name) not in (None, False)]
-        if given and not {*given}.isdisjoint(signature(module.forward).parameters):
-            self._cached.add(id(module))  # others have it among what they only hand on
+        given = {n for n in CACHES if (value := named.get(n)) is not None and value is not False}
+        if given and given & _named_by(module):  # else it is only handed on, or ignored
+            self._cached.add(id(module))
 
     def found(self) -> str:
         """The iteration that was looked at is over. Gives the names of the models whose blocks can
@@ -217,6 +217,14 @@ class _Checkpoint:
 
 def _versions_of(module: Module) -> list[int]:
     return [buffer._version for buffer in module.buffers(recurse=False)]
+
+
+def _named_by(module: Module) -> set[str]:
+    """The arguments that its `forward` has by name: all that keep a cache, where that is hidden."""
+    try:
+        return {*signature(module.forward).parameters}
+    except (TypeError, ValueError):
+        return {*CACHES}
 
 
 def _library_of(kind: Any) -> str:

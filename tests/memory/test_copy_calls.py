@@ -106,8 +106,8 @@ def check_order(asked: list[tuple[Any, ...]], sizes_bytes: list[int]) -> list[Co
         if name == "record":
             event, stream = arguments
             if stream == COMPUTE:
-                after[COMPUTE] = {-number}
-                issued = -number
+                issued = -1 - number  # of the computing stream; copies have the other numbers
+                after[COMPUTE] = {issued}
             events[event] = set(after[stream])
             if event == DONE:
                 assert events[event] >= set(range(len(copies)))

@@ -482,6 +482,14 @@ def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said()
     assert not model.layers[0].gradient_checkpointing
 
 
+@pytest.mark.parametrize("cache", [torch.zeros(2), (), object()], ids=["tensor", "empty", "any"])
+def test_whatever_is_given_as_a_cache_counts(cache: Any) -> None:
+    model = _Model()
+    model.use_cache = cache
+    own, names = seen(model)
+    assert (names, bool(own.why_not)) == ("", True)
+
+
 class _EncoderLayer(_Layer):
     """It is told of caches, and has none."""
 
@@ -722,9 +730,15 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     engine, times = Engine(stall_s=stall_s), IterationTimes()
     times.plain_s.append(0.110)
     times.planned_s.extend([0.131] * MEASURED)
-    choice = choice_of(engine, times)
+    built: list[bool] = []
+
+    def can_record() -> bool:
+        built.append(True)
+        return True
+
+    choice = choice_of(engine, times, None, can_record)
     choice.iteration_ended(met=True, settled=True)
-    assert engine.asked == [True] * (stall_s > 0.0)
+    assert engine.asked == built == [True] * (stall_s > 0.0)
     assert choice.words.endswith("no pass waits for the host or for copies") is (stall_s == 0.0)
 
 
@@ -745,7 +759,8 @@ def test_where_the_host_keeps_up_the_models_own_checkpointing_is_tried_alone(
     if choice.decided:
         assert choice.words == (
             "single operations are recomputed: 150 ms an iteration with the model's own "
-            "checkpointing, 131 ms with single operations [measured]"
+            "checkpointing, 131 ms with single operations [measured]; "
+            "with them no pass waits for the host or for copies"
         )
 
 

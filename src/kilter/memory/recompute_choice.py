@@ -158,7 +158,7 @@ class RecomputeChoice:
             return False
         kept = note.kept
         records = kept.way is RecomputeWay.CALLS if kept else operations and not self._begins
-        records &= not note.changing
+        records &= not (note.changing or (self._ranks.alone and self._nothing_to_spare(note)))
         if records and not note.why_not and not self._can_record():
             return False
         self._ranks.say(note)
@@ -179,21 +179,28 @@ class RecomputeChoice:
         self._changing = comparison.on_demand = heard.changing
         clear = comparison.add(heard.seconds)
         assert comparison.other is not None
-        if not (clear or heard.why_not):
+        if clear and self._calls_are_next(heard):
+            comparison.go_on_with(RecomputeWay.CALLS)
+            clear, way = False, comparison.base
+        why_not = heard.why_not or self._nothing_to_spare(heard)
+        if clear or why_not:
+            self._decide(heard, why_not)
+        else:
             other = comparison.other if way is comparison.base else comparison.base
             self.in_force.take(other, heard.share)
-        elif clear and self._calls_are_next(heard):
-            comparison.go_on_with(RecomputeWay.CALLS)
-            self.in_force.take(RecomputeWay.CALLS, heard.share)
-        else:
-            self._decide(heard)
 
     def _calls_are_next(self, heard: TurnNote) -> bool:
-        """They are compared with what has turned out to be the faster of the other two, unless that
-        leaves nothing for them to spare."""
+        """They are compared with what has turned out to be the faster of the other two."""
         own = self._comparison.other is RecomputeWay.OWN
-        spare = not (heard.keeps_up and self._comparison.base is RecomputeWay.OPERATIONS)
-        return own and spare and heard.tensors <= MOST_TENSORS and not heard.changing
+        return own and heard.tensors <= MOST_TENSORS and not heard.changing
+
+    def _nothing_to_spare(self, heard: TurnNote) -> str:
+        """Why calls are not tried beside single operations: they spare waits, and nothing else."""
+        comparison, operations = self._comparison, RecomputeWay.OPERATIONS
+        calls_next = comparison.other is RecomputeWay.CALLS and self.in_force.way is operations
+        if calls_next and comparison.base is operations and heard.keeps_up:
+            return "with them no pass waits for the host or for copies"
+        return ""
 
     def _looked(self) -> bool:
         """It is known what single operations are compared with. One iteration is looked at for
@@ -267,9 +274,6 @@ class RecomputeChoice:
             if measured_s is None:
                 return None
             why_not = self._no_calls
-            if other is RecomputeWay.CALLS and self._host.keeps_up:
-                # They spare nothing else.
-                why_not = "with them no pass waits for the host or for copies"
         elif way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
             why_not = "no call of a module is worth recomputing"
         elif measured_s is None:
@@ -309,11 +313,11 @@ class RecomputeChoice:
             keeps_up=self._host.keeps_up,
         )
 
-    def _decide(self, heard: TurnNote) -> None:
+    def _decide(self, heard: TurnNote, why_not: str) -> None:
         way = self._comparison.base
         if way is not self.in_force.way:
             self.in_force.take(way, heard.share)
-        self._stay("; ".join(filter(None, (self._comparison.words, heard.why_not))))
+        self._stay("; ".join(filter(None, (self._comparison.words, why_not))))
         if self._comparison.measured_s and not heard.changing:
             self.kept = KeptRecompute(
                 day=date.today().isoformat(),

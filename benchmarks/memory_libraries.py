@@ -168,6 +168,22 @@ JOBS = {
     ),
     "flux": Job("diffusers", "FluxTransformer2DModel", 16, "patches"),
     "eva02": Job("timm", "eva02_base_patch14_224", 128, "images", more={"num_classes": 1000}),
+    "wav2vec2": Job("transformers", "Wav2Vec2", 32, "speech"),
+    "m2m100": Job("transformers", "M2M100", 16, "words512", more={"use_cache": False}),
+    "clip": Job("transformers", "CLIP", 256, "pairs", more={"vision_config": {"patch_size": 16}}),
+    "videomae": Job("transformers", "VideoMAE", 32, "videos"),
+    "segformer": Job(
+        "transformers",
+        "Segformer",
+        32,
+        "scenes",
+        more={
+            "depths": [3, 4, 18, 3],
+            "hidden_sizes": [64, 128, 320, 512],
+            "decoder_hidden_size": 768,
+        },
+    ),
+    "sd3": Job("diffusers", "SD3Transformer2DModel", 32, "prompts"),
 }
 HEADS = {
     "Bert": "BertForMaskedLM",
@@ -175,6 +191,11 @@ HEADS = {
     "T5": "T5ForConditionalGeneration",
     "GPT2": "GPT2LMHeadModel",
     "Whisper": "WhisperForConditionalGeneration",
+    "Wav2Vec2": "Wav2Vec2ForCTC",
+    "M2M100": "M2M100ForConditionalGeneration",
+    "CLIP": "CLIPModel",
+    "VideoMAE": "VideoMAEForPreTraining",
+    "Segformer": "SegformerForSemanticSegmentation",
 }
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 WORDS = 32000
@@ -182,18 +203,24 @@ LENGTH = 1024
 """Of a text, if its job says nothing else."""
 CAPTION = 768
 """The width of the captions of images, of 77 tokens each."""
+CLASSES = 150
+"""Of each pixel of a scene."""
 
 
 def language(job: Job, small: bool) -> Any:
     import transformers
 
-    more = {**job.more, "vocab_size": WORDS}
+    more = dict(job.more)
+    if job.feed in ("words", "words512", "sounds"):
+        more["vocab_size"] = WORDS
     if small:
         more |= {k: 2 for k in LAYERS if k in more}
     if job.name == "T5":
         more |= {"decoder_start_token_id": 0, "use_cache": False}
     if job.name == "Whisper":
         more |= {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "decoder_start")}
+    if job.name == "Segformer":
+        more["num_labels"] = CLASSES
     config = getattr(transformers, f"{job.name}Config")(**more)
     head = HEADS.get(job.name, f"{job.name}ForCausalLM")
     return getattr(transformers, head)(config)
@@ -201,7 +228,8 @@ def language(job: Job, small: bool) -> Any:
 
 def diffusion(job: Job, small: bool) -> Any:
     """Sizes as published: DDPM's U-Net, DiT-XL/2, the autoencoder and the U-Net of Stable
-    Diffusion. FLUX's transformer has a third of its layers, half as wide."""
+    Diffusion, but for narrower captions in the transformer of Stable Diffusion 3. FLUX's
+    transformer has a third of its layers, half as wide."""
     import diffusers
 
     make = getattr(diffusers, job.name)
@@ -231,6 +259,8 @@ def diffusion(job: Job, small: bool) -> Any:
     if job.name == "UNet2DConditionModel":
         widths = (32, 32, 32, 32) if small else (320, 640, 1280, 1280)
         return make(block_out_channels=widths, cross_attention_dim=CAPTION)
+    if job.name == "SD3Transformer2DModel":
+        return make(joint_attention_dim=CAPTION, num_layers=2 if small else 18)
     return make(num_layers=2) if small else make()
 
 
@@ -322,6 +352,31 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         found = model(x, words, pooled, times, *places).sample
         return functional.mse_loss(found, torch.randn_like(x))
 
+    def speech() -> Any:
+        x = torch.randn(batch, 160_000, device=device)
+        return model(x, labels=torch.randint(1, 32, (batch, 100), device=device)).loss
+
+    def pairs() -> Any:
+        rows = torch.randint(3, WORDS, (batch, 77), device=device)
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        return model(input_ids=rows, pixel_values=x, return_loss=True).loss
+
+    def videos() -> Any:
+        x = torch.randn(batch, 16, 3, 224, 224, device=device)
+        masked = torch.rand(8 * 196, device=device).argsort() < 1411
+        return model(x, bool_masked_pos=masked.expand(batch, -1)).loss
+
+    def scenes() -> Any:
+        x = torch.randn(batch, 3, 512, 512, device=device)
+        labels = torch.randint(0, CLASSES, (batch, 512, 512), device=device)
+        return model(x, labels=labels).loss
+
+    def prompts() -> Any:
+        x = torch.randn(batch, 16, 64, 64, device=device)
+        words = torch.randn(batch, 154, CAPTION, device=device)
+        pooled, times = torch.randn(batch, 2048, device=device), torch.rand(batch, device=device)
+        return functional.mse_loss(model(x, words, pooled, times).sample, torch.randn_like(x))
+
     def pictures() -> Any:
         x = torch.randn(batch, 3, 128, 128, device=device)
         return functional.mse_loss(model(x, sample_posterior=True).sample, x)
@@ -335,6 +390,11 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         "captions": captions,
         "sounds": sounds,
         "patches": patches,
+        "speech": speech,
+        "pairs": pairs,
+        "videos": videos,
+        "scenes": scenes,
+        "prompts": prompts,
     }
     return feeds.get(job.feed, words)
 
@@ -352,7 +412,7 @@ def train(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
     with device:
-        model = model_of(job, not cuda, args.checkpoint)
+        model = model_of(job, not cuda, args.checkpoint).to(device)  # some have parts elsewhere
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     loss_of = losses_of(job, model, job.batch if cuda else SMALL_BATCH, device)
 

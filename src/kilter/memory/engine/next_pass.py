@@ -6,7 +6,7 @@ departed from it after the same passes before, or too many passes have lately de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kilter.memory import messages
@@ -19,6 +19,8 @@ TELL_OF_OLDER = 8
 the reason."""
 HOPELESS_EVERY = 8
 """One pass in so many is watched again, of those that begin like one that cannot be planned."""
+TRIED_EVERY = 4
+"""One pass in so many is tried where many kinds begin alike and some have a plan."""
 DEVIATION_PATIENCE = 2
 """So many passes may depart from every plan before some are watched again. A pass that keeps to its
 plan makes up for half of one that did not."""
@@ -77,6 +79,10 @@ class PassOrder:
         """The one to begin with; None where each has failed."""
         best = max(plans, key=lambda plan: self._judged(hash(plan.events)), default=None)
         return None if best is None or self._fit(hash(best.events)) < 0 else best
+
+    def trusts(self, plan: Ready) -> bool:
+        """It has always fitted here of late."""
+        return self._fit(hash(plan.events)) == TRUSTED
 
     def expects(self, plans: Sequence[Ready]) -> bool:
         """One of them is for the pass that begins now, as far as those before tell."""
@@ -146,6 +152,8 @@ class Beginning(NamedTuple):
     """It is taken for a pass of this kind, and the recipes of that kind are tried in it."""
     watched: bool
     plan: Ready | None
+    may_leave_out: bool
+    """It may lack some events of its plan."""
 
 
 class NextPass:
@@ -183,8 +191,10 @@ class NextPass:
         self._round += 1
         candidate = self._candidate(first, budget_bytes, may_plan=may_plan)
         alike = self._kinds.alike(first)
-        fitting = [kind for kind in alike if kind.fits_beside(older_bytes, budget_bytes)]
-        plan = self._order.plan(_plans(fitting))
+        fitting = _plans(kind for kind in alike if kind.fits_beside(older_bytes, budget_bytes))
+        plan, differ = self._order.plan(fitting), self._kinds.differ(first)
+        if differ and not (plan and self._order.trusts(plan)):
+            plan = max(fitting, key=lambda each: len(each.events), default=None)
         self._scaled = self._expected = None
         if may_plan and candidate is None and not _plans(alike):
             self._look_at_other_sizes(first, budget_bytes)
@@ -197,7 +207,7 @@ class NextPass:
         if watched or older_in_arena:
             begun = plan = self._scaled = None
         self._begun = plan
-        return Beginning(candidate, watched, begun)
+        return Beginning(candidate, watched, begun, may_leave_out=differ and begun is plan)
 
     def _look_at_other_sizes(self, first: int, budget_bytes: int) -> None:
         """Where shapes keep changing, take the plan of a larger pass, or try what is expected."""
@@ -230,11 +240,14 @@ class NextPass:
     def _candidate(self, first: int, budget_bytes: int, *, may_plan: bool) -> PassKind | None:
         """The kind of pass that is to be tried now. Those that were tried are planned."""
         alike = self._kinds.alike(first)
-        planned = self._order.expects(_plans(alike))
+        plans = _plans(alike)
+        planned = self._order.expects(plans)
         candidate = self._kinds.candidate(self.steps, first, planned=planned)
         if candidate is not None and candidate.tried:
             if may_plan:
                 self._kinds.plan(candidate, budget_bytes)
+            candidate = None
+        if plans and self._kinds.differ(first) and self._round % TRIED_EVERY:
             candidate = None
         outdated = [kind for kind in self._kinds if kind.outdated]
         if len(outdated) > PLANS_AT_ONCE:  # the others when they come
@@ -266,5 +279,5 @@ class NextPass:
             self._kinds.refused[messages.OLDER_GRAPH] = None
 
 
-def _plans(kinds: Sequence[PassKind]) -> list[Ready]:
+def _plans(kinds: Iterable[PassKind]) -> list[Ready]:
     return [kind.plan for kind in kinds if kind.plan is not None]

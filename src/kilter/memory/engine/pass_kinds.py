@@ -47,6 +47,8 @@ SETTLED_STEPS = 2
 """A pass counts as settled after so many optimizer steps: the first creates gradients and state."""
 SETTLED_PASSES = 6
 """It is the same for jobs without a `torch.optim` optimizer."""
+MANY_ALIKE = 8
+"""Where so many kinds of passes begin alike, each pass may be another one."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
@@ -164,6 +166,8 @@ class PassKinds:
         """What is tried in the present pass was not seen before."""
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
+        self._differ: set[int] = set()
+        """Many kinds of passes have begun with one of these events."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(store.backend)
@@ -264,18 +268,27 @@ class PassKinds:
         """Those that begin with this event."""
         return [kind for kind in self if kind.record.events[0] == first]
 
+    def differ(self, first: int) -> bool:
+        """Many kinds begin with this event: the plans of longer ones serve others."""
+        return first in self._differ
+
     def candidate(self, steps: int, first: int, *, planned: bool) -> PassKind | None:
         """One that was watched long enough, has no plan yet, and begins with this event. `planned`
         says that a pass with a plan is to be expected: no kind is tried in it that was tried in
-        vain before."""
-        for kind in self.alike(first):
-            if kind.trials >= MAX_TRIALS and not kind.tried:
-                kind.hopeless = True
+        vain before. Where many kinds begin alike, longer ones come first, which serve others."""
+        alike, trials = self.alike(first), MAX_TRIALS
+        differ = self.differ(first)
+        if differ:  # some of them may come seldom
+            alike.sort(key=lambda kind: (not kind.tried, -len(kind.record.data)))
+            planned, trials = False, MANY_ALIKE * MAX_TRIALS
+        for kind in alike:
+            if not kind.tried and (differ or kind.trials >= trials):
+                kind.hopeless = kind.trials >= trials
             in_vain = planned and kind.trials and not kind.tried
             if kind.plan or kind.hopeless or in_vain:
                 continue
             passes = kind.record.passes
-            settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
+            settled = (differ or passes >= 2) and steps >= SETTLED_STEPS and kind.weighed
             if settled or passes >= SETTLED_PASSES:
                 return kind
         return None
@@ -309,10 +322,20 @@ class PassKinds:
             self._add(PassKind(record, weighed=weighed, tried=before is not None))
 
     def _add(self, kind: PassKind) -> None:
+        if not kind.record.events:
+            return
+        first = kind.record.events[0]
+        planned = [other for other in self.alike(first) if other.plan is not None]
+        if self.differ(first) and any(_serves(other.record, kind.record) for other in planned):
+            return
         if len(self._by_events) == MAX_KINDS:
             plans = {events: kind.plan for events, kind in self._by_events.items()}
             del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
         self._by_events[kind.record.events] = kind
+        if not self.differ(first) and len(self.alike(first)) >= MANY_ALIKE:
+            self._differ.add(first)
+            for other in planned:
+                self._serve_by(other)
 
     def has_room(self, record: PassRecord) -> bool:
         """A pass like this could keep everything: in a trial what recipes read comes back early."""
@@ -486,8 +509,17 @@ class PassKinds:
                 self.refused[messages.of_error(error)] = None
                 continue
             self.peaks.unplanned_bytes = 0
+            self._serve_by(kind)
             return
         kind.hopeless = kind.plan is None
+
+    def _serve_by(self, planned: PassKind) -> None:
+        """Forget the kinds that this plan serves too."""
+        first = planned.record.events[0]
+        if self.differ(first):
+            for other in self.alike(first):
+                if other is not planned and _serves(planned.record, other.record):
+                    self._by_events.pop(other.record.events, None)
 
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.corrections.slow
@@ -583,3 +615,9 @@ def _usual(planned: Ready) -> Waiting:
     indices = {number: index for index, number in enumerate(planned.numbers)}
     in_s = {indices[number]: s for number, s in usual.items() if number in indices}
     return Waiting(out_s=out_s, in_s=in_s)
+
+
+def _serves(longer: PassRecord, other: PassRecord) -> bool:
+    """The other one saves what this one saves, in the same modules, but for some that it lacks."""
+    rest = iter([(datum.module, datum.size_bytes) for datum in longer.data])
+    return all((datum.module, datum.size_bytes) in rest for datum in other.data)

@@ -18,6 +18,7 @@ import torch
 
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
+from kilter.memory.engine.left_out import LeftOut
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_kinds import TUNED, PassKinds
 from kilter.memory.engine.pass_record import use_code
@@ -62,7 +63,6 @@ class PassUnderPlan:
     ) -> None:
         """`next_event` gives the number of the pass's next event, None outside of passes."""
         self._store = store
-        self._backend = store.backend
         self._kinds = kinds
         self._demand = demand
         self._collector = collector
@@ -84,6 +84,7 @@ class PassUnderPlan:
         """The compiled library may see to the events."""
         self.deviated = False
         """The present pass has departed from its plan."""
+        self._left_out = LeftOut()
         self._older: list[weakref.ref[Saved]] = []
         """These tensors of earlier passes were in the plans' host memory when the last pass
         began."""
@@ -92,23 +93,29 @@ class PassUnderPlan:
     # The pass as a whole
 
     def begin(
-        self, plan: Ready | None, budget_bytes: int, use_library: Callable[..., Position | None]
+        self,
+        plan: Ready | None,
+        budget_bytes: int,
+        use_library: Callable[..., Position | None],
+        *,
+        may_leave_out: bool,
     ) -> None:
-        """A pass begins. `use_library` has the compiled library take part and gives its `Position`,
-        or None (`TensorHooks.use_library`)."""
+        """A pass begins, which may lack some events of its plan. `use_library` has the compiled
+        library take part and gives its `Position`, or None (`TensorHooks.use_library`)."""
         self.at.event = 0
         self.deviated = False
+        self._left_out.begin(may=may_leave_out)
         self._moves.begin()
         self._reader.begin(self._store.compiled)
         self.measured = plan is None or self._kinds.measures(plan, budget_bytes)
         self._quiet = not self.measured
         if self.measured:
-            before_bytes = self._backend.peak_bytes()  # from here on
+            before_bytes = self._store.backend.peak_bytes()  # from here on
             if plan is not None and plan.use.tuned >= TUNED and before_bytes is not None:
                 self._kinds.peaks.counted(plan, before_bytes)  # since it was measured last
         if plan is not None:
-            if self._backend.shows_waits and self._kinds.listens(plan):
-                self._store.waits = Waits(self._backend)
+            if self._store.backend.shows_waits and self._kinds.listens(plan):
+                self._store.waits = Waits(self._store.backend)
             if type(self.at) is Position:
                 waiting = self._moves.overdue, self._demand.lent
                 ours = self._moves.by_number, self._read, self._attend
@@ -136,11 +143,11 @@ class PassUnderPlan:
         self.leave()
         if self.measured:
             held_bytes = counts.held_peak_bytes = store.counts.held_peak_bytes
-            if self._backend.used_bytes() is None:  # only the engine's own count is to be had
+            if self._store.backend.used_bytes() is None:  # only the engine's own count is to be had
                 self._kinds.peaks.counted(plan, held_bytes)
         if plan is None:
             return None
-        if self.at.event < len(plan.events):
+        if self.at.event < (plan.last_save + 1 if self._left_out.some else len(plan.events)):
             counts.deviations += 1
             self.deviated = True
             return None
@@ -149,7 +156,7 @@ class PassUnderPlan:
         if waits is not None:
             waits.over()
             self._kinds.waited(plan, waits)
-        return plan.events
+        return None if self._left_out.some else plan.events
 
     def older_in_arena(self) -> bool:
         """Between two passes: tensors of older graphs are in the host memory that all plans share.
@@ -169,12 +176,17 @@ class PassUnderPlan:
         plan = self.plan
         if plan is None:
             return None
+        store, moves = self._store, self._moves
+        if self._left_out.may:
+            known = store.find(tensor, key, within)
+            if self._is_beside(plan, size_bytes, known):
+                assert known is not None
+                return store.view(known, tensor)
         if plan.steps[self.at.event].expected != size_bytes:
             plan = self._switch(plan, size_bytes)
             if plan is None:
                 return None
         _, number, due, followed, read, recomputed, called, version = plan.steps[self.at.event]
-        store, moves = self._store, self._moves
         saved = store.find(tensor, key, within) if followed else None
         if followed and saved is not moves.followed(number):
             self._drop(plan)
@@ -213,9 +225,15 @@ class PassUnderPlan:
         if plan is None:
             return False
         if plan.steps[self.at.event].expected != code:
-            plan = self._switch(plan, code)
-            if plan is None:
+            event = self._left_out.uses_at(plan, self.at.event, code)
+            if event is not None:
+                self._go_on(plan, event)
+            elif self._switch(plan, code) is None:
                 return False
+            plan = self.plan
+            assert plan is not None
+            if plan.steps[self.at.event].expected != code:  # the plan does not hear of it
+                return True
         due = plan.steps[self.at.event].due
         self.at.event += 1
         if due is not None or self._moves.overdue or self.measured:
@@ -228,7 +246,7 @@ class PassUnderPlan:
         modified."""
         plan = self.plan
         assert plan is not None
-        if moves and self._backend.stream() is not None:
+        if moves and self._store.backend.stream() is not None:
             self._issue(plan, plan.steps[self.at.event - 1].due)
         if saved is not None and saved.state != RESIDENT:
             self.note_late(saved)
@@ -256,7 +274,7 @@ class PassUnderPlan:
         plan = self.plan
         ended = plan is not None and self.at.event == len(plan.events)
         if plan is not None and ended and plan.ends_in_use == in_use:
-            self._kinds.measured(plan, self._backend.peak_bytes(), budget_bytes)
+            self._kinds.measured(plan, self._store.backend.peak_bytes(), budget_bytes)
 
     def _issue(self, plan: Ready, due: Due | None) -> None:
         """Issue the moves that are due, or were before. Where the pass is measured, count what is
@@ -295,6 +313,30 @@ class PassUnderPlan:
         self._drop(before)
         return None
 
+    def _is_beside(self, plan: Ready, size_bytes: int, saved: Saved | None) -> bool:
+        """A tensor of this size is saved in a pass that may leave out events: go on at the event of
+        the plan that this is, if there is one. Whether the plan is not to hear of it: the tensor is
+        followed already (`saved`)."""
+        step = plan.steps[self.at.event]
+        followed = self._moves.followed
+        if step.expected == size_bytes and (not step.followed or followed(step.number) is saved):
+            return False
+        if plan.segments:  # a call belongs to its own module
+            self._kinds.call_failed(plan)
+            return False
+        event = self._left_out.saves_at(plan, self.at.event, size_bytes, saved, followed)
+        if event is None:
+            return False
+        self._go_on(plan, event)
+        return saved is not None
+
+    def _go_on(self, plan: Ready, event: int) -> None:
+        """Issue what is due before this event, which comes now."""
+        while self.at.event < event:
+            due = plan.steps[self.at.event].due
+            self.at.event += 1
+            self._issue(plan, due)
+
     def _call_failed(self) -> None:
         """A call of the present plan cannot be recomputed."""
         if self.plan is not None:
@@ -309,7 +351,7 @@ class PassUnderPlan:
         self.segments.dropped()
         self.deviated = True
         self.counts.deviations += 1
-        peak_bytes = self._backend.peak_bytes()  # from here on
+        peak_bytes = self._store.backend.peak_bytes()  # from here on
         if self.measured and peak_bytes is not None:
             self._kinds.peaks.counted(plan, peak_bytes)
         event = min(self.at.event, len(plan.events) - 1)

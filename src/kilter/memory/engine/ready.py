@@ -107,6 +107,9 @@ class Ready:
     numbers: tuple[int, ...]
     """The tensor with this number is behind each interval that was planned."""
     events: tuple[int, ...]
+    modules: tuple[str, ...]
+    """Each tensor was saved, or is used, that was saved in the call of the module with this path,
+    when the pass was watched."""
     steps: list[ReadyStep]
     """There is one for each event, and one after the last that matches no event."""
     packed_steps: tuple[bytes, bytes]
@@ -188,6 +191,7 @@ def ready(
         followed = frozenset(range(len(record.data)))
 
     steps: list[ReadyStep] = []
+    modules: list[str] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
         # The last one first: who has waited for its copy has waited for all copies before it.
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
@@ -197,6 +201,7 @@ def ready(
         version = 0 if used else record.data[number].version
         step = ReadyStep(expected, number, due if any(due) else None, *roles, version)
         steps.append(step)
+        modules.append(record.data[number].module if number >= 0 else "")
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:
@@ -211,6 +216,7 @@ def ready(
         problem=problem,
         numbers=numbers,
         events=record.events,
+        modules=tuple(modules),
         steps=[*steps, ReadyStep(None)],
         packed_steps=packed_steps(steps),
         places=places,

@@ -1,0 +1,150 @@
+"""Jobs whose passes leave out layers at random, or take one of many branches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.memory.steady_stand_in import SteadyStandIn
+from torch import Tensor, nn
+
+from kilter.memory.engine import Swapper, SwapReport
+from kilter.memory.plan.problem import Link
+
+WIDTH, ROWS = 16, 64
+BLOCK_BYTES = 4 * ROWS * WIDTH * 6
+"""What a block saves: twice its input, its normalized input, and two tensors twice as wide."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.dropout(y)
+
+
+class Dropped(nn.Module):
+    """An encoder and a decoder, each of which leaves out some of its blocks."""
+
+    def __init__(self, blocks: int, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.encoder = nn.ModuleList(Block() for _ in range(blocks))
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.decoder = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.encoder:
+            if random.random() >= self.share:
+                x = block(x)
+        x = torch.tanh(self.between(x))
+        for block in self.decoder:
+            if random.random() >= self.share:
+                x = block(x)
+        found: Tensor = self.head(x).log_softmax(-1)
+        return found
+
+
+class Tasks(nn.Module):
+    """Blocks that all tasks have in common, and one head of another width for each."""
+
+    def __init__(self, tasks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 4 * task) for task in range(tasks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = random.choice(self.heads)(self.blocks(x)).log_softmax(-1)
+        return found
+
+
+def trained(
+    make: Callable[[], nn.Module], iterations: int, swapper: Swapper | None = None
+) -> tuple[list[Tensor], list[SwapReport]]:
+    """Losses and parameters, and how the engine stood after half of the iterations and at the
+    end."""
+    torch.manual_seed(0)
+    random.seed(1)
+    net, reports = make(), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    found = []
+    for number in range(iterations):
+        loss = net(torch.randn(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+        if swapper is not None and number in (iterations // 2, iterations - 1):
+            reports.append(swapper.report())
+    return [*found, *(p.detach() for p in net.parameters())], reports
+
+
+def compared(
+    make: Callable[[], nn.Module],
+    iterations: int,
+    budget_bytes: int,
+    bytes_per_s: float,
+    *,
+    segments: bool = False,
+) -> tuple[SwapReport, int, int]:
+    """The last report on a job whose numbers are those of the plain one; how many passes of its
+    second half ran to their end under a plan, and how many did not."""
+    plain, _ = trained(make, iterations)
+    link = Link(
+        to_host_bytes_per_s=bytes_per_s,
+        to_device_bytes_per_s=bytes_per_s,
+        both_bytes_per_s=2 * bytes_per_s,
+    )
+    with Swapper(
+        SteadyStandIn(spoil=True),
+        budget_bytes=budget_bytes,
+        link=link,
+        min_bytes=1024,
+        segments=segments,
+    ) as swapper:
+        governed, (half, end) = trained(make, iterations, swapper)
+    assert all(map(torch.equal, plain, governed))
+    planned = end.planned - half.planned
+    return end, planned, end.passes - half.passes - planned
+
+
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("bytes_per_s", [1e9, 3e6], ids=["offloaded", "recomputed"])
+@pytest.mark.parametrize(("blocks", "share"), [(6, 0.2), (12, 0.05)])
+def test_passes_that_leave_out_layers_keep_the_plan_of_the_whole(
+    blocks: int, share: float, bytes_per_s: float
+) -> None:
+    budget_bytes = int(0.6 * 2 * blocks * BLOCK_BYTES)
+    end, planned, otherwise = compared(
+        lambda: Dropped(blocks, share), 300, budget_bytes, bytes_per_s
+    )
+    assert (planned, otherwise) == (149, 0)
+    assert end.highest_bytes <= budget_bytes
+    assert end.settled
+    assert end.in_bytes > 0
+    assert end.recomputed > 0 or bytes_per_s == 1e9
+
+
+@pytest.mark.usefixtures("recorder")
+def test_calls_of_modules_are_not_recomputed_where_layers_are_left_out() -> None:
+    budget_bytes = int(0.6 * 12 * BLOCK_BYTES)
+    end, planned, otherwise = compared(
+        lambda: Dropped(6, 0.2), 300, budget_bytes, 3e6, segments=True
+    )
+    assert planned > 4 * otherwise
+    assert end.highest_bytes <= budget_bytes
+
+
+def test_many_tasks_in_no_order_have_a_plan_each() -> None:
+    end, planned, _ = compared(lambda: Tasks(12), 400, int(0.7 * 5 * BLOCK_BYTES), 1e9)
+    assert len(end.plans) > 6
+    assert planned > 60

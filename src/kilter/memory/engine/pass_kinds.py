@@ -6,7 +6,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -49,6 +49,8 @@ SETTLED_PASSES = 6
 """It is the same for jobs without a `torch.optim` optimizer."""
 MANY_ALIKE = 8
 """Where so many kinds of passes begin alike, each pass may be another one."""
+MANY_SERVED = 3
+"""It is the same where the longest of them could serve so many others."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
@@ -332,7 +334,7 @@ class PassKinds:
             plans = {events: kind.plan for events, kind in self._by_events.items()}
             del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
         self._by_events[kind.record.events] = kind
-        if not self.differ(first) and len(self.alike(first)) >= MANY_ALIKE:
+        if not self.differ(first) and _many(self.alike(first)):
             self._differ.add(first)
             for other in planned:
                 self._serve_by(other)
@@ -365,6 +367,7 @@ class PassKinds:
             kind.record.segments = record.segments
         times = zip(kind.record.operation_s, record.operation_s, strict=True)
         kind.record.operation_s = [min(pair) for pair in times]
+        kind.hopeless &= kind.tried  # it was given up because it had not come while it was tried
         kind.tried = True
 
     @property
@@ -615,6 +618,12 @@ def _usual(planned: Ready) -> Waiting:
     indices = {number: index for index, number in enumerate(planned.numbers)}
     in_s = {indices[number]: s for number, s in usual.items() if number in indices}
     return Waiting(out_s=out_s, in_s=in_s)
+
+
+def _many(alike: Sequence[PassKind]) -> bool:
+    longest = max(alike, key=lambda kind: len(kind.record.data)).record
+    served = sum(_serves(longest, kind.record) for kind in alike) - 1
+    return len(alike) >= MANY_ALIKE or served >= MANY_SERVED
 
 
 def _serves(longer: PassRecord, other: PassRecord) -> bool:

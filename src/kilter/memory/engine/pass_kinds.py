@@ -621,6 +621,7 @@ def _usual(planned: Ready) -> Waiting:
 
 
 def _many(alike: Sequence[PassKind]) -> bool:
+    """Plans for a few of them have to do."""
     longest = max(alike, key=lambda kind: len(kind.record.data)).record
     served = sum(_serves(longest, kind.record) for kind in alike) - 1
     return len(alike) >= MANY_ALIKE or served >= MANY_SERVED

@@ -5,7 +5,8 @@ serves those that lack some of them: they save less at each event. Layers that a
 told apart by their events, so it is the last of them that is found missing. Where a tensor is saved
 that the plan does not expect, the pass goes on at the next event at which the same module saves as
 much. In backward it goes on at the use of the tensor, if all that the plan expects before it was
-left out. Of what has no such place the plan does not hear.
+left out. Other uses, and tensors that are saved once more, are extra events: nothing is to be done
+for them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kilter.memory.engine.module_path import ModulePaths
-from kilter.memory.engine.pass_record import FOREIGN
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.store import Saved
 
-MOST_BESIDE = 8
-"""After so many events in a row of which the plan does not hear, the pass departs from it."""
+MOST_EXTRA = 8
+"""After so many extra events in a row the pass departs from its plan."""
 
 
 class LeftOut:
@@ -30,13 +30,13 @@ class LeftOut:
         self.some = False
         """It has."""
         self._gone: set[int] = set()
-        """No use is to come of the tensors with these numbers."""
-        self._beside = 0
-        """So many events in a row had no place in the plan."""
+        """The tensors with these numbers were not saved, or were used in an extra event."""
+        self._extra = 0
+        """So many extra events came in a row."""
 
     def begin(self, *, may: bool) -> None:
         """A pass begins."""
-        self.may, self.some, self._beside = may, False, 0
+        self.may, self.some, self._extra = may, False, 0
         self._gone.clear()
 
     def saves_at(
@@ -44,16 +44,11 @@ class LeftOut:
         plan: Ready,
         event: int,
         size_bytes: int,
-        saved: Saved | None,
         followed: Callable[[int], Saved | None],
     ) -> int | None:
-        """The event of the plan, `event` or behind it, at which a tensor of this size is saved that
-        is not expected at `event`; None: there is none. Where the engine follows it already
-        (`saved`), nothing has to be done for it, and it is `event`. `followed` gives the tensor of
-        this pass with a number of the plan.
-        """
-        if saved is not None:
-            return event if self._one_more() else None
+        """The event of the plan, behind `event`, at which the present module saves a new tensor of
+        this size; None if there is none. `followed` gives the tensor of this pass with a number of
+        the plan."""
         module = ModulePaths().present()
         for at in range(event + 1, plan.last_save + 1):
             step = plan.steps[at]
@@ -63,23 +58,23 @@ class LeftOut:
                 continue
             missed = (each for each in range(event, at) if plan.events[each] > 0)
             self._gone.update(plan.steps[each].number for each in missed)
-            self.some, self._beside = True, 0
+            self.some, self._extra = True, 0
             return at
         return None
 
     def uses_at(self, plan: Ready, event: int, code: int) -> int | None:
-        """The same for a tensor that backward uses (`use_code`)."""
-        if not self.may or code == FOREIGN:
-            return None
+        """The event of the plan, behind `event`, at which backward uses this tensor (`use_code`);
+        None if others are expected before."""
         for at in range(event, len(plan.events)):
             if plan.events[at] == code:
-                self.some, self._beside = True, 0
+                self.some, self._extra = True, 0
                 return at
             if plan.steps[at].number not in self._gone:
                 break
         self._gone.add((-1 - code) // 2)
-        return event if self._one_more() else None
+        return None
 
-    def _one_more(self) -> bool:
-        self._beside += 1
-        return self._beside <= MOST_BESIDE
+    def takes_extra(self) -> bool:
+        """An extra event comes. `False` if there were too many."""
+        self._extra += 1
+        return self._extra <= MOST_EXTRA

@@ -280,11 +280,11 @@ class PassKinds:
         vain before. Where many kinds begin alike, longer ones come first, which serve others."""
         alike, trials = self.alike(first), MAX_TRIALS
         differ = self.differ(first)
-        if differ:  # some of them may come seldom
+        if differ:  # the longest may come seldom
             alike.sort(key=lambda kind: (not kind.tried, -len(kind.record.data)))
             planned, trials = False, MANY_ALIKE * MAX_TRIALS
         for kind in alike:
-            if not kind.tried and (differ or kind.trials >= trials):
+            if not kind.tried:
                 kind.hopeless = kind.trials >= trials
             in_vain = planned and kind.trials and not kind.tried
             if kind.plan or kind.hopeless or in_vain:
@@ -324,7 +324,7 @@ class PassKinds:
             self._add(PassKind(record, weighed=weighed, tried=before is not None))
 
     def _add(self, kind: PassKind) -> None:
-        if not kind.record.events:
+        if not kind.record.events:  # an exception has ended the first hook of the pass
             return
         first = kind.record.events[0]
         planned = [other for other in self.alike(first) if other.plan is not None]

@@ -21,7 +21,7 @@ from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.left_out import LeftOut
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_kinds import TUNED, PassKinds
-from kilter.memory.engine.pass_record import use_code
+from kilter.memory.engine.pass_record import FOREIGN, use_code
 from kilter.memory.engine.position import NO_STEPS, Position
 from kilter.memory.engine.ready import Due, Ready, in_place_of
 from kilter.memory.engine.recompute import Reader, Recipe
@@ -179,8 +179,8 @@ class PassUnderPlan:
         store, moves = self._store, self._moves
         if self._left_out.may:
             known = store.find(tensor, key, within)
-            if self._is_beside(plan, size_bytes, known):
-                assert known is not None
+            found = self._finds_event(plan, size_bytes, known)
+            if not (found or known is None or plan.segments) and self._left_out.takes_extra():
                 return store.view(known, tensor)
         if plan.steps[self.at.event].expected != size_bytes:
             plan = self._switch(plan, size_bytes)
@@ -225,15 +225,17 @@ class PassUnderPlan:
         if plan is None:
             return False
         if plan.steps[self.at.event].expected != code:
-            event = self._left_out.uses_at(plan, self.at.event, code)
+            left_out = self._left_out
+            may = left_out.may and code != FOREIGN
+            event = left_out.uses_at(plan, self.at.event, code) if may else None
             if event is not None:
                 self._go_on(plan, event)
-            elif self._switch(plan, code) is None:
-                return False
-            plan = self.plan
-            assert plan is not None
-            if plan.steps[self.at.event].expected != code:  # the plan does not hear of it
+            elif may and left_out.takes_extra():
                 return True
+            else:
+                plan = self._switch(plan, code)
+                if plan is None:
+                    return False
         due = plan.steps[self.at.event].due
         self.at.event += 1
         if due is not None or self._moves.overdue or self.measured:
@@ -313,22 +315,22 @@ class PassUnderPlan:
         self._drop(before)
         return None
 
-    def _is_beside(self, plan: Ready, size_bytes: int, saved: Saved | None) -> bool:
-        """A tensor of this size is saved in a pass that may leave out events: go on at the event of
-        the plan that this is, if there is one. Whether the plan is not to hear of it: the tensor is
-        followed already (`saved`)."""
+    def _finds_event(self, plan: Ready, size_bytes: int, saved: Saved | None) -> bool:
+        """Whether the plan has an event for a tensor of this size that is saved now, in a pass that
+        may leave out events before. If so, go on there. `saved`: it is followed already."""
         step = plan.steps[self.at.event]
         followed = self._moves.followed
         if step.expected == size_bytes and (not step.followed or followed(step.number) is saved):
-            return False
+            return True
         if plan.segments:  # a call belongs to its own module
             self._kinds.call_failed(plan)
             return False
-        event = self._left_out.saves_at(plan, self.at.event, size_bytes, saved, followed)
-        if event is None:
+        if saved is not None:
             return False
-        self._go_on(plan, event)
-        return saved is not None
+        event = self._left_out.saves_at(plan, self.at.event, size_bytes, followed)
+        if event is not None:
+            self._go_on(plan, event)
+        return event is not None
 
     def _go_on(self, plan: Ready, event: int) -> None:
         """Issue what is due before this event, which comes now."""

@@ -45,6 +45,9 @@ class Card(msgspec.Struct, kw_only=True):
     memory_lock_mhz: tuple[int, int] | None = None
     limit_mw: int | None = None
     """It is the limit that was requested; the default if `None`."""
+    limits_lost: int = 0
+    """So often somebody else set a limit between a process's look at the limit and its next call,
+    which set one. No program can prevent this: NVML cannot compare and set in one call."""
     pids: tuple[int, ...] = ()
     """These processes compute on the card."""
     temperature_c: int = 45

@@ -173,6 +173,9 @@ class FakeNvml:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._initialised = 0
+        self._calls = 0
+        self._limit_seen: tuple[int, int, int] | None = None
+        """Which call looked at the limit of which card last, and the limit in milliwatts."""
 
     def __getattr__(self, name: str) -> Any:
         """The error codes and classes."""
@@ -309,6 +312,7 @@ class FakeNvml:
     ) -> T:
         """One call: rules first, then what the driver would check, then the act; always logged."""
         rule, state = self._match(name, handle)
+        self._calls += 1
         setter = name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
         error: int | None = None
         if rule.hang_s:
@@ -555,6 +559,12 @@ class FakeNvml:
         state.cards[handle.card].memory_lock_mhz = None
 
     @_binding
+    def nvmlDeviceGetPowerManagementLimit(self, state: FakeState, handle: _Handle) -> int:
+        limit_mw = state.cards[handle.card].enforced_limit_mw
+        self._limit_seen = (self._calls, handle.card, limit_mw)
+        return limit_mw
+
+    @_binding
     def nvmlDeviceSetPowerManagementLimit(
         self, state: FakeState, handle: _Handle, limit: int
     ) -> None:
@@ -562,6 +572,9 @@ class FakeNvml:
         low, high = card.power_limits_mw
         if not low <= limit <= high:
             raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        seen, before = self._limit_seen, (self._calls - 1, handle.card)
+        if seen is not None and seen[:2] == before and seen[2] != card.enforced_limit_mw:
+            card.limits_lost += 1
         card.limit_mw = limit
 
 
@@ -616,7 +629,6 @@ _READINGS: dict[str, Callable[[Card], Any]] = {
     "nvmlDeviceGetSupportedMemoryClocks(handle)": lambda card: sorted(
         card.memory_clocks_mhz, reverse=True
     ),
-    "nvmlDeviceGetPowerManagementLimit(handle)": lambda card: card.enforced_limit_mw,
     "nvmlDeviceGetPowerManagementDefaultLimit(handle)": lambda card: card.default_limit_mw,
     "nvmlDeviceGetPowerManagementLimitConstraints(handle)": lambda card: list(card.power_limits_mw),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.memory.steady_stand_in import SteadyStandIn
-from tests.memory.test_left_out import BLOCK_BYTES, Dropped, Tasks, trained
+from tests.memory.test_left_out import BLOCK_BYTES, Dropped, Tasks, Translator, trained
 from torch import nn
 
 from kilter.memory.engine import Swapper
@@ -23,6 +23,8 @@ DROPPED = [(6, 0.1, 0.6), (6, 0.2, 0.6), (12, 0.05, 0.6), (12, 0.1, 0.5), (24, 0
 DROPPED += [(24, 0.1, 0.6)]
 """Blocks of each of two stacks, the share that is left out, and the budget as a share of what the
 blocks save."""
+READING = [(6, 0.1), (12, 0.05), (12, 0.1)]
+"""Blocks of each of an encoder and a decoder that reads its output, and the share left out."""
 TASKS = [9, 12, 16]
 
 
@@ -45,6 +47,10 @@ def main() -> None:
         name = f"{blocks} and {blocks} blocks, {left_out:.0%} left out, {share:.0%}"
         budget_bytes = int(share * 2 * blocks * BLOCK_BYTES)
         show(name, lambda b=blocks, s=left_out: Dropped(b, s), 300, budget_bytes)
+    for blocks, left_out in READING:
+        name = f"{blocks} blocks, and {blocks} that read their output, {left_out:.0%} left out, 60%"
+        budget_bytes = int(0.6 * 3 * blocks * BLOCK_BYTES)
+        show(name, lambda b=blocks, s=left_out: Translator(b, s), 300, budget_bytes)
     for tasks in TASKS:
         budget_bytes = int(0.7 * 5 * BLOCK_BYTES)
         show(f"{tasks} tasks", lambda n=tasks: Tasks(n), 500, budget_bytes)

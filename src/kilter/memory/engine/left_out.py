@@ -4,9 +4,9 @@ Where many kinds of passes begin alike, each may be another one. The plan of one
 serves those that lack some of them: they save less at each event. Layers that are alike cannot be
 told apart by their events, so it is the last of them that is found missing. Where a tensor is saved
 that the plan does not expect, the pass goes on at the next event at which the same module saves as
-much. In backward it goes on at the use of the tensor, if all that the plan expects before it was
-left out. Other uses, and tensors that are saved once more, are extra events: nothing is to be done
-for them.
+much. In backward it goes on at the use of the tensor, unless the plan has moves for another one
+whose last use comes before. Other uses, and tensors that are saved once more, are extra events:
+nothing is to be done for them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class LeftOut:
         """It may leave out some events."""
         self.some = False
         """It has."""
-        self._gone: set[int] = set()
-        """The tensors with these numbers were not saved, or were used in an extra event."""
+        self._used: set[int] = set()
+        """The tensors with these numbers were used in an extra event."""
         self._extra = 0
         """So many extra events came in a row."""
 
     def begin(self, *, may: bool) -> None:
         """A pass begins."""
         self.may, self.some, self._extra = may, False, 0
-        self._gone.clear()
+        self._used.clear()
 
     def saves_at(
         self,
@@ -56,22 +56,27 @@ class LeftOut:
                 continue
             if step.followed and followed(step.number) is not None:
                 continue
-            missed = (each for each in range(event, at) if plan.events[each] > 0)
-            self._gone.update(plan.steps[each].number for each in missed)
             self.some, self._extra = True, 0
             return at
         return None
 
-    def uses_at(self, plan: Ready, event: int, code: int) -> int | None:
+    def uses_at(
+        self, plan: Ready, event: int, code: int, followed: Callable[[int], Saved | None]
+    ) -> int | None:
         """The event of the plan, behind `event`, at which backward uses this tensor (`use_code`);
-        None if others are expected before."""
+        None if there is none, or others are expected before. `followed`: as above, and not freed
+        by autograd yet."""
+        others = set[int]()
         for at in range(event, len(plan.events)):
             if plan.events[at] == code:
+                if not others.issubset(plan.events[at:]):
+                    break
                 self.some, self._extra = True, 0
                 return at
-            if plan.steps[at].number not in self._gone:
-                break
-        self._gone.add((-1 - code) // 2)
+            number = plan.steps[at].number
+            if number not in self._used and followed(number) is not None:
+                others.add(plan.events[at])
+        self._used.add((-1 - code) // 2)
         return None
 
     def takes_extra(self) -> bool:

@@ -227,7 +227,8 @@ class PassUnderPlan:
         if plan.steps[self.at.event].expected != code:
             left_out = self._left_out
             may = left_out.may and code != FOREIGN
-            event = left_out.uses_at(plan, self.at.event, code) if may else None
+            followed = self._moves.followed
+            event = left_out.uses_at(plan, self.at.event, code, followed) if may else None
             if event is not None:
                 self._go_on(plan, event)
             elif may and left_out.takes_extra():

@@ -3,11 +3,11 @@ whoever has run out of memory."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_bytes, show_count
+from kilter.memory.engine.module_path import without_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def at_peak(record: PassRecord) -> str:
     for datum in record.data:
         used_at = len(record.level_bytes) if datum.needed_at is None else datum.needed_at
         if datum.packed_at <= peak_at <= used_at:
-            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", datum.module)
+            module = without_numbers(datum.module)
             sizes[module] += datum.size_bytes
             counts[module] += 1
     if not sizes:

@@ -4,16 +4,16 @@ Where many kinds of passes begin alike, each may be another one. The plan of one
 serves those that lack some of them: they save less at each event. Layers that are alike cannot be
 told apart by their events, so it is the last of them that is found missing. Where a tensor is saved
 that the plan does not expect, the pass goes on at the next event at which the same module saves as
-much. In backward it goes on at the use of the tensor, unless the plan has moves for another one
-whose last use comes before. Other uses, and tensors that are saved once more, are extra events:
-nothing is to be done for them.
+much, or one of a layer that is alike. In backward it goes on at the use of the tensor, unless the
+plan has moves for another one whose last use comes before. Other uses, and tensors that are saved
+once more, are extra events: nothing is to be done for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kilter.memory.engine.module_path import ModulePaths
+from kilter.memory.engine.module_path import ModulePaths, without_numbers
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.store import Saved
 
@@ -47,18 +47,21 @@ class LeftOut:
         followed: Callable[[int], Saved | None],
     ) -> int | None:
         """The event of the plan, behind `event`, at which the present module saves a new tensor of
-        this size; None if there is none. `followed` gives the tensor of this pass with a number of
-        the plan."""
+        this size, or else one of a layer that is alike; None if there is none. `followed` gives the
+        tensor of this pass with a number of the plan."""
         module = ModulePaths().present()
-        for at in range(event + 1, plan.last_save + 1):
-            step = plan.steps[at]
-            if step.expected != size_bytes or plan.modules[at] != module:
-                continue
-            if step.followed and followed(step.number) is not None:
-                continue
-            self.some, self._extra = True, 0
-            return at
-        return None
+        alike = without_numbers(module)
+        found = [
+            at
+            for at in range(event + 1, plan.last_save + 1)
+            if plan.steps[at].expected == size_bytes
+            and without_numbers(plan.modules[at]) == alike
+            and not (plan.steps[at].followed and followed(plan.steps[at].number))
+        ]
+        if not found:
+            return None
+        self.some, self._extra = True, 0
+        return next((at for at in found if plan.modules[at] == module), found[0])
 
     def uses_at(
         self, plan: Ready, event: int, code: int, followed: Callable[[int], Saved | None]

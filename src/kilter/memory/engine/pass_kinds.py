@@ -19,6 +19,7 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
+from kilter.memory.engine.module_path import without_numbers
 from kilter.memory.engine.other_sizes import structure
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.plan_feedback import (
@@ -284,8 +285,12 @@ class PassKinds:
             alike.sort(key=lambda kind: (not kind.tried, -len(kind.record.data)))
             planned, trials = False, MANY_ALIKE * MAX_TRIALS
         for kind in alike:
-            if not kind.tried:
-                kind.hopeless = kind.trials >= trials
+            if not kind.tried and kind.trials < trials:
+                kind.hopeless = False
+            elif not kind.tried and not kind.hopeless:
+                # One that serves others is planned as it is: nothing can be recomputed.
+                kind.tried = differ and _served(kind.record, alike) > 1
+                kind.hopeless = not kind.tried
             in_vain = planned and kind.trials and not kind.tried
             if kind.plan or kind.hopeless or in_vain:
                 continue
@@ -623,11 +628,20 @@ def _usual(planned: Ready) -> Waiting:
 def _many(alike: Sequence[PassKind]) -> bool:
     """Plans for a few of them have to do."""
     longest = max(alike, key=lambda kind: len(kind.record.data)).record
-    served = sum(_serves(longest, kind.record) for kind in alike) - 1
-    return len(alike) >= MANY_ALIKE or served >= MANY_SERVED
+    return len(alike) >= MANY_ALIKE or _served(longest, alike) > MANY_SERVED
+
+
+def _served(longer: PassRecord, alike: Sequence[PassKind]) -> int:
+    """So many of these kinds could run under its plan, its own among them."""
+    return sum(_serves(longer, kind.record) for kind in alike)
 
 
 def _serves(longer: PassRecord, other: PassRecord) -> bool:
-    """The other one saves what this one saves, in the same modules, but for some that it lacks."""
-    rest = iter([(datum.module, datum.size_bytes) for datum in longer.data])
-    return all((datum.module, datum.size_bytes) in rest for datum in other.data)
+    """The other one saves what this one saves, in the same modules or in layers that are alike, but
+    for some that it lacks."""
+    rest = iter(_saves(longer))
+    return all(each in rest for each in _saves(other))
+
+
+def _saves(record: PassRecord) -> list[tuple[str, int]]:
+    return [(without_numbers(datum.module), datum.size_bytes) for datum in record.data]

@@ -182,6 +182,13 @@ def test_layers_that_read_one_tensor_may_be_left_out(bytes_per_s: float) -> None
     assert end.recomputed > 0 or bytes_per_s == 1e9
 
 
+def test_the_longest_passes_are_planned_though_they_come_seldom() -> None:
+    budget_bytes = int(0.5 * 24 * BLOCK_BYTES)
+    end, planned, otherwise = compared(lambda: Dropped(12, 0.1), 300, budget_bytes, 1e9)
+    assert (planned, otherwise) == (149, 0)
+    assert end.highest_bytes <= budget_bytes
+
+
 @pytest.mark.usefixtures("recorder")
 def test_calls_of_modules_are_not_recomputed_where_layers_are_left_out() -> None:
     budget_bytes = int(0.6 * 12 * BLOCK_BYTES)

@@ -156,7 +156,7 @@ def _kinds(memory: MemoryReport) -> str:
     return page.section(
         "Kinds of passes",
         f"<p>{len(plans)} kinds of iterations differ in their peak; each has its own plan, which "
-        "serves smaller ones too where sizes keep changing. "
+        "serves smaller ones too where sizes keep changing or layers are left out at random. "
         f"{tag(Label.SIMULATED)}</p>",
         table(columns, rows, "Plans by kind of pass"),
     )

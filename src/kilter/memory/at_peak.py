@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_bytes, show_count
-from kilter.memory.engine.module_path import without_numbers
+from kilter.memory.layer_paths import without_numbers
 
 if TYPE_CHECKING:
     import torch

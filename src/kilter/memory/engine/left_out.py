@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kilter.memory.engine.module_path import ModulePaths, without_numbers
+from kilter.memory.engine.module_path import ModulePaths
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.store import Saved
+from kilter.memory.layer_paths import without_numbers
 
 MOST_EXTRA = 8
 """After so many extra events in a row the pass departs from its plan."""

@@ -3,8 +3,6 @@ Read while a pass is watched; nothing is installed for it."""
 
 from __future__ import annotations
 
-import functools
-import re
 import sys
 from itertools import pairwise
 from types import FrameType
@@ -15,12 +13,6 @@ from kilter.observe import torch_internals
 
 _CALL = getattr(getattr(torch_internals, "call_of_module", None), "__code__", None)
 """The frames of calls have this code; None: in this PyTorch they cannot be told from others."""
-
-
-@functools.cache
-def without_numbers(path: str) -> str:
-    """The same for layers that are alike: `layers.*.mlp`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 class ModulePaths:

@@ -19,7 +19,6 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
-from kilter.memory.engine.module_path import without_numbers
 from kilter.memory.engine.other_sizes import structure
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.plan_feedback import (
@@ -37,6 +36,7 @@ from kilter.memory.engine.trial import TrialTerms
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
 from kilter.memory.kept_calls import KeptCalls
+from kilter.memory.layer_paths import without_numbers
 from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.memory.plan.problem import Link

@@ -133,9 +133,13 @@ def test_only_knobs_that_differ_are_touched(make_fake: MakeFake) -> None:
     assert [call.name for call in fake.setters()[before:]] == ["nvmlDeviceSetPowerManagementLimit"]
 
 
-@pytest.mark.parametrize(("look_again", "lost"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize(
+    ("next_call", "lost"),
+    [(None, 1), ("PowerManagementLimit", 0), ("PowerManagementDefaultLimit", 0)],
+    ids=["set at once", "looked again", "another call between"],
+)
 def test_the_fake_counts_limits_lost_between_a_look_and_the_next_call(
-    make_fake: MakeFake, look_again: bool, lost: int
+    make_fake: MakeFake, next_call: str | None, lost: int
 ) -> None:
     fake = make_fake(Card(limit_mw=600_000))
     fake.nvmlInit()
@@ -143,24 +147,10 @@ def test_the_fake_counts_limits_lost_between_a_look_and_the_next_call(
     fake.nvmlDeviceGetPowerManagementLimit(handle)
     with fake.edit() as state:
         state.cards[0].limit_mw = 500_000
-    if look_again:
-        fake.nvmlDeviceGetPowerManagementLimit(handle)
+    if next_call is not None:
+        getattr(fake, f"nvmlDeviceGet{next_call}")(handle)
     fake.nvmlDeviceSetPowerManagementLimit(handle, 400_000)
     assert fake.state().cards[0].limits_lost == lost
-
-
-def test_the_fake_counts_no_lost_limit_where_nobody_looked_right_before(
-    make_fake: MakeFake,
-) -> None:
-    fake = make_fake(Card(limit_mw=600_000))
-    fake.nvmlInit()
-    handle = fake.nvmlDeviceGetHandleByIndex(0)
-    fake.nvmlDeviceGetPowerManagementLimit(handle)
-    with fake.edit() as state:
-        state.cards[0].limit_mw = 500_000
-    fake.nvmlDeviceGetPowerManagementDefaultLimit(handle)
-    fake.nvmlDeviceSetPowerManagementLimit(handle, 400_000)
-    assert fake.state().cards[0].limits_lost == 0
 
 
 def test_a_limit_set_by_the_administrator_is_found_and_put_back(make_fake: MakeFake) -> None:

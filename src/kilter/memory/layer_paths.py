@@ -1,4 +1,4 @@
-"""Paths of modules, of which layers that are alike have the same."""
+"""Paths of modules without the numbers of layers."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import re
 
 @functools.cache
 def without_numbers(path: str) -> str:
-    """The same for layers that are alike: `layers.*.mlp`."""
+    """`layers.*.mlp` for `layers.3.mlp`: the same for layers that are alike."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import operator
 import statistics
 import subprocess
 import sys
@@ -184,6 +185,22 @@ JOBS = {
         },
     ),
     "sd3": Job("diffusers", "SD3Transformer2DModel", 32, "prompts"),
+    "lora": Job("peft", "Llama", 8, "words", more=_wide(2048, 16, intermediate_size=8192)),
+    "llava": Job("transformers", "Llava", 8, "words_and_images"),
+    "modernbert": Job("transformers", "ModernBert", 64, "words512", more={"pad_token_id": 0}),
+    "conformer": Job(
+        "transformers", "Wav2Vec2Conformer", 16, "speech", more=_wide(768, 16, vocab_size=32)
+    ),
+    "sam": Job("transformers", "SamVision", 8, "large_images"),
+    "ltx": Job("diffusers", "LTXVideoTransformer3DModel", 4, "clips_and_prompts"),
+    "hrnet": Job("timm", "hrnet_w32", 128, "images", "BasicBlock,Bottleneck"),
+    "mobilenet": Job("timm", "mobilenetv4_conv_large", 256, "images"),
+    "mvit": Job("torchvision", "video.mvit_v2_s", 16, "clips", "MultiscaleBlock"),
+    "r3d": Job("torchvision", "video.r3d_18", 32, "clips", "BasicBlock"),
+    "maskrcnn": Job(
+        "torchvision", "detection.maskrcnn_resnet50_fpn_v2", 8, "objects", "Bottleneck"
+    ),
+    "raft": Job("torchvision", "optical_flow.raft_large", 8, "frames", "ResidualBlock,UpdateBlock"),
 }
 HEADS = {
     "Bert": "BertForMaskedLM",
@@ -196,6 +213,10 @@ HEADS = {
     "CLIP": "CLIPModel",
     "VideoMAE": "VideoMAEForPreTraining",
     "Segformer": "SegformerForSemanticSegmentation",
+    "Llava": "LlavaForConditionalGeneration",
+    "ModernBert": "ModernBertForMaskedLM",
+    "Wav2Vec2Conformer": "Wav2Vec2ConformerForCTC",
+    "SamVision": "SamVisionModel",
 }
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers")
 WORDS = 32000
@@ -205,6 +226,8 @@ CAPTION = 768
 """The width of the captions of images, of 77 tokens each."""
 CLASSES = 150
 """Of each pixel of a scene."""
+IMAGE = 336
+"""The width of an image beside a text, of 576 patches."""
 
 
 def language(job: Job, small: bool) -> Any:
@@ -221,9 +244,30 @@ def language(job: Job, small: bool) -> Any:
         more |= {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "decoder_start")}
     if job.name == "Segformer":
         more["num_labels"] = CLASSES
+    if job.name == "Llava":
+        parts = 2 if small else 16
+        text = _wide(2048, parts, intermediate_size=8192, vocab_size=WORDS + 1)
+        more = {"text_config": text, "image_token_index": WORDS}
+        sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+        more["vision_config"] = {**sizes, "num_hidden_layers": 3 if small else 24, "patch_size": 14}
+        more["vision_config"]["image_size"] = IMAGE
     config = getattr(transformers, f"{job.name}Config")(**more)
     head = HEADS.get(job.name, f"{job.name}ForCausalLM")
-    return getattr(transformers, head)(config)
+    model = getattr(transformers, head)(config)
+    if job.name == "Llava":
+        model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+def adapters(job: Job, small: bool, checkpoint: bool) -> Any:
+    """A language model that is frozen but for low-rank adapters of its linear layers."""
+    import peft
+
+    model = language(job, small)
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    wanted = peft.LoraConfig(r=16, lora_dropout=0.05, target_modules="all-linear")
+    return peft.get_peft_model(model, wanted)
 
 
 def diffusion(job: Job, small: bool) -> Any:
@@ -261,6 +305,9 @@ def diffusion(job: Job, small: bool) -> Any:
         return make(block_out_channels=widths, cross_attention_dim=CAPTION)
     if job.name == "SD3Transformer2DModel":
         return make(joint_attention_dim=CAPTION, num_layers=2 if small else 18)
+    if job.name == "LTXVideoTransformer3DModel":
+        sizes = {"num_attention_heads": 16, "cross_attention_dim": 1024}
+        return make(num_layers=2 if small else 28, **sizes)
     return make(num_layers=2) if small else make()
 
 
@@ -285,12 +332,15 @@ def model_of(job: Job, small: bool, checkpoint: bool) -> Any:
         model = language(job, small)
     elif job.library == "diffusers":
         model = diffusion(job, small)
+    elif job.library == "peft":
+        model = adapters(job, small, checkpoint)
     elif job.library == "timm":
         model = importlib.import_module("timm").create_model(job.name, **job.more)
     else:
-        make = getattr(importlib.import_module("torchvision").models, job.name)
+        make = operator.attrgetter(job.name)(importlib.import_module("torchvision").models)
         own = checkpoint and job.name.startswith("densenet")
-        model = make(memory_efficient=True) if own else make()
+        whole = {"weights_backbone": None} if job.feed == "objects" else {}
+        model = make(memory_efficient=True) if own else make(**whole)
     model.train()
     if not checkpoint:
         return model
@@ -377,6 +427,44 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         pooled, times = torch.randn(batch, 2048, device=device), torch.rand(batch, device=device)
         return functional.mse_loss(model(x, words, pooled, times).sample, torch.randn_like(x))
 
+    def words_and_images() -> Any:
+        rows = torch.randint(1, WORDS, (batch, 1024), device=device)
+        rows[:, : (IMAGE // 14) ** 2] = WORDS
+        x = torch.randn(batch, 3, IMAGE, IMAGE, device=device)
+        return model(input_ids=rows, pixel_values=x, labels=rows % WORDS).loss
+
+    def large_images() -> Any:
+        found = model(torch.randn(batch, 3, 1024, 1024, device=device)).last_hidden_state
+        return functional.mse_loss(found, torch.randn_like(found))
+
+    def clips_and_prompts() -> Any:
+        x = torch.randn(batch, 4 * 16 * 24, 128, device=device)
+        words = torch.randn(batch, 128, 4096, device=device)
+        times = torch.randint(0, 1000, (batch,), device=device)
+        seen = torch.ones(batch, 128, device=device)
+        found = model(x, words, times, seen, num_frames=4, height=16, width=24).sample
+        return functional.mse_loss(found, torch.randn_like(x))
+
+    def clips() -> Any:
+        x = torch.randn(batch, 3, 16, 224, 224, device=device)
+        return functional.cross_entropy(model(x), torch.randint(0, 400, (batch,), device=device))
+
+    def objects() -> Any:
+        images, targets = [], []
+        for _ in range(batch):
+            images.append(torch.rand(3, 640, 800, device=device))
+            corners = torch.rand(12, 2, device=device) * 400
+            boxes = torch.cat([corners, corners + 20 + torch.rand(12, 2, device=device) * 180], 1)
+            masks = torch.randint(0, 2, (12, 640, 800), dtype=torch.uint8, device=device)
+            labels = torch.randint(1, 91, (12,), device=device)
+            targets.append({"boxes": boxes, "labels": labels, "masks": masks})
+        return sum(model(images, targets).values())
+
+    def frames() -> Any:
+        first, second = torch.rand(2, batch, 3, 368, 496, device=device) * 2 - 1
+        flow = torch.randn(batch, 2, 368, 496, device=device)
+        return sum((found - flow).abs().mean() for found in model(first, second))
+
     def pictures() -> Any:
         x = torch.randn(batch, 3, 128, 128, device=device)
         return functional.mse_loss(model(x, sample_posterior=True).sample, x)
@@ -395,6 +483,12 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
         "videos": videos,
         "scenes": scenes,
         "prompts": prompts,
+        "words_and_images": words_and_images,
+        "large_images": large_images,
+        "clips_and_prompts": clips_and_prompts,
+        "clips": clips,
+        "objects": objects,
+        "frames": frames,
     }
     return feeds.get(job.feed, words)
 

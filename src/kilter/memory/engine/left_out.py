@@ -1,12 +1,15 @@
-"""Passes that leave out some of what their plan expects, such as layers that are dropped at random.
+"""Passes that leave out some of what their plan expects, such as layers that are dropped at random,
+or save tensors of other sizes, such as those of the objects that were found in an image.
 
 Where many kinds of passes begin alike, each may be another one. The plan of one with more events
 serves those that lack some of them: they save less at each event. Layers that are alike cannot be
 told apart by their events, so it is the last of them that is found missing. Where a tensor is saved
 that the plan does not expect, the pass goes on at the next event at which the same module saves as
-much, or one of a layer that is alike. In backward it goes on at the use of the tensor, unless the
+much, or one of a layer that is alike. Tensors whose sizes have been seen to vary are told by their
+module. In backward it goes on at the use of the tensor, unless the
 plan has moves for another one whose last use comes before. Other uses, and tensors that are saved
-once more, are extra events: nothing is to be done for them.
+once more, are extra events: nothing is to be done for them. Where sizes vary, so are new tensors,
+which were too small to be followed before.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kilter.memory.engine.module_path import ModulePaths
-from kilter.memory.engine.ready import Ready
+from kilter.memory.engine.ready import Ready, ReadyStep
 from kilter.memory.engine.store import Saved
 from kilter.memory.layer_paths import without_numbers
 
@@ -32,13 +35,33 @@ class LeftOut:
         """It has."""
         self._used: set[int] = set()
         """The tensors with these numbers were used in an extra event."""
-        self._extra = 0
-        """So many extra events came in a row."""
+        self._extra, self._extra_at = 0, -1
+        """So many extra events came in a row, before this one of the plan."""
+        self.sizes: dict[int, int] = {}
+        """The tensors with these numbers have so many bytes, otherwise than planned."""
+        self._fitted: list[tuple[Ready, int, int]] = []
+        """In these plans the tensor with this number is to have so many bytes in the next pass."""
 
     def begin(self, *, may: bool) -> None:
         """A pass begins."""
         self.may, self.some, self._extra = may, False, 0
         self._used.clear()
+        self.sizes.clear()
+        for plan, number, size_bytes in self._fitted:
+            plan.fit(number, size_bytes)
+        self._fitted.clear()
+
+    def comes(self, step: ReadyStep, size_bytes: int) -> bool:
+        """Whether a tensor of this size is saved at this event of the plan."""
+        return size_bytes == self.sizes.get(step.number, step.expected)
+
+    def takes_size(self, plan: Ready, step: ReadyStep, size_bytes: int) -> bool:
+        """A tensor of another size than planned is saved for the first time. `False` if it is to
+        stay, since there is no room for it on the host."""
+        assert step.expected is not None
+        self.sizes[step.number] = size_bytes
+        self._fitted.append((plan, step.number, step.expected))
+        return plan.fit(step.number, size_bytes)
 
     def saves_at(
         self,
@@ -47,22 +70,24 @@ class LeftOut:
         size_bytes: int,
         followed: Callable[[int], Saved | None],
     ) -> int | None:
-        """The event of the plan, behind `event`, at which the present module saves a new tensor of
-        this size, or else one of a layer that is alike; None if there is none. `followed` gives the
-        tensor of this pass with a number of the plan."""
+        """The event of the plan, from `event` on, for a new tensor of this size that the present
+        module saves; None if there is none. `followed` gives the tensor of this pass with a number
+        of the plan."""
         module = ModulePaths().present()
-        alike = without_numbers(module)
-        found = [
+        alike, steps = without_numbers(module), plan.steps
+        rest = [
             at
-            for at in range(event + 1, plan.last_save + 1)
-            if plan.steps[at].expected == size_bytes
-            and without_numbers(plan.modules[at]) == alike
-            and not (plan.steps[at].followed and followed(plan.steps[at].number))
+            for at in range(event, plan.last_save + 1)
+            if without_numbers(plan.modules[at]) == alike
+            and not (steps[at].followed and followed(steps[at].number))
         ]
-        if not found:
-            return None
-        self.some, self._extra = True, 0
-        return next((at for at in found if plan.modules[at] == module), found[0])
+        found = [at for at in rest if steps[at].expected == size_bytes and not steps[at].varies]
+        vary = [at for at in rest if steps[at].varies and plan.events[at] > 0]
+        same = [at for at in (*found, *vary) if plan.modules[at] == module]
+        best = next(iter(same or found), event if event in vary else None)
+        if best is not None and best != event:
+            self.some, self._extra = True, 0
+        return best
 
     def uses_at(
         self, plan: Ready, event: int, code: int, followed: Callable[[int], Saved | None]
@@ -83,7 +108,8 @@ class LeftOut:
         self._used.add((-1 - code) // 2)
         return None
 
-    def takes_extra(self) -> bool:
-        """An extra event comes. `False` if there were too many."""
-        self._extra += 1
+    def takes_extra(self, event: int) -> bool:
+        """An extra event comes, before this one of the plan. `False` if there were too many."""
+        self._extra = self._extra + 1 if event == self._extra_at else 1
+        self._extra_at = event
         return self._extra <= MOST_EXTRA

@@ -20,7 +20,7 @@ from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.other_sizes import structure
-from kilter.memory.engine.pass_record import PassRecord, SavedSegment
+from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor
 from kilter.memory.engine.plan_feedback import (
     LISTEN_EVERY,
     MAX_ANSWERS,
@@ -39,7 +39,7 @@ from kilter.memory.kept_calls import KeptCalls
 from kilter.memory.layer_paths import without_numbers
 from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
-from kilter.memory.plan.problem import Link
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Visits
 from kilter.memory.usable_bytes import countable_bytes
@@ -98,16 +98,11 @@ class PassKind:
     def __post_init__(self) -> None:
         self.structure = structure(self.record)
 
-    @property
-    def saved_bytes(self) -> int:
-        """What autograd keeps in such a pass."""
-        return sum(datum.size_bytes for datum in self.record.data)
-
     def trial_terms(self, budget_bytes: int) -> TrialTerms:
         """What is to be tried in a pass of this kind."""
         return TrialTerms(
             operations=not self.calls_alone,
-            expected_bytes=self.saved_bytes,
+            expected_bytes=self.record.saved_bytes,
             budget_bytes=budget_bytes,
         )
 
@@ -282,7 +277,9 @@ class PassKinds:
         alike, trials = self.alike(first), MAX_TRIALS
         differ = self.differ(first)
         if differ:  # the longest may come seldom
-            alike.sort(key=lambda kind: (not kind.tried, -len(kind.record.data)))
+            alike.sort(
+                key=lambda kind: (not kind.tried, -len(kind.record.data), -kind.record.saved_bytes)
+            )
             planned, trials = False, MANY_ALIKE * MAX_TRIALS
         for kind in alike:
             if not kind.tried and kind.trials < trials:
@@ -315,9 +312,11 @@ class PassKinds:
 
     def watched(self, record: PassRecord, *, weighed: bool) -> None:
         """A pass was watched to its end; `weighed` if the optimizer's state was there."""
-        kind = self._by_events.get(record.events)
+        kind = self._by_events.get(record.events) or self._of_other_sizes(record)
         self.attention.met(useful=kind is not None and kind.plan is None)
         if kind is not None:
+            if record.events != kind.record.events:
+                record = self._exchange_record(kind, record)
             if weighed and not kind.weighed:  # the passes before had no optimizer state beside them
                 kind.record.begin_bytes = record.begin_bytes
             kind.record.merge(record)
@@ -327,6 +326,27 @@ class PassKinds:
             if before is not None:
                 record.learn(before)
             self._add(PassKind(record, weighed=weighed, tried=before is not None))
+
+    def _of_other_sizes(self, record: PassRecord) -> PassKind | None:
+        """Where many kinds begin alike: the one that differs from this pass in sizes alone."""
+        if not record.events or not self.differ(record.events[0]):
+            return None
+        wanted = structure(record)
+        found = [kind for kind in self.alike(record.events[0]) if kind.structure == wanted]
+        return max(found, key=lambda kind: (bool(kind.plan), kind.record.saved_bytes), default=None)
+
+    def _exchange_record(self, kind: PassKind, record: PassRecord) -> PassRecord:
+        """The larger one of two that differ in sizes alone stands for both, unless a plan was made
+        for the other. Gives the one that does not."""
+        before = kind.record
+        if kind.plan is not None or record.saved_bytes <= before.saved_bytes:
+            return record
+        record.learn(before)
+        record.tried_as = before.tried_as
+        del self._by_events[before.events]
+        self._by_events[record.events] = kind
+        kind.record = record
+        return before
 
     def _add(self, kind: PassKind) -> None:
         if not kind.record.events:  # an exception has ended the first hook of the pass
@@ -343,6 +363,10 @@ class PassKinds:
             self._differ.add(first)
             for other in planned:
                 self._serve_by(other)
+            for other in self.alike(first):
+                if other.plan is None and self._of_other_sizes(other.record) is not other:
+                    del self._by_events[other.record.events]
+                    self.watched(other.record, weighed=other.weighed)
 
     def has_room(self, record: PassRecord) -> bool:
         """A pass like this could keep everything: in a trial what recipes read comes back early."""
@@ -364,16 +388,18 @@ class PassKinds:
         if kind is None and expected is not None and expected.record.events == record.events:
             kind = expected
             self._add(kind)
+        kind = kind or self._of_other_sizes(record)
         if kind is None or not (operations or kind.calls_alone):
             return
+        known = True
         if operations:
-            kind.record.learn(record)
+            known = kind.record.learn(record)
         else:
-            kind.record.segments = record.segments
+            kind.record.segments = record.segments if kind.record.events == record.events else ()
         times = zip(kind.record.operation_s, record.operation_s, strict=True)
         kind.record.operation_s = [min(pair) for pair in times]
         kind.hopeless &= kind.tried  # it was given up because it had not come while it was tried
-        kind.tried = True
+        kind.tried |= known
 
     @property
     def highest_bytes(self) -> int:
@@ -549,9 +575,10 @@ class PassKinds:
         problem, numbers = make_problem(kind.record, segments=kind.segments)
         problem = replace(problem, alone_s=terms.alone_s, moved_s=terms.alone_s)
         value = plan(problem, terms.planner)
-        offsets, total = arena(problem, value.schedule)
+        roomy = replace(problem, intervals=_at_most(problem, numbers, kind.record))
+        offsets, total = arena(roomy, value.schedule)
         places = {
-            numbers[index]: (offset, problem.intervals[index].size_bytes)
+            numbers[index]: (offset, roomy.intervals[index].size_bytes)
             for index, offset in offsets.items()
         }
         self._make_room(total)
@@ -613,6 +640,18 @@ class PassKinds:
                         self._settled_in(kind.plan)
 
 
+def _at_most(
+    problem: Problem, numbers: Sequence[int], record: PassRecord
+) -> tuple[IdleInterval, ...]:
+    """Intervals as large as their tensors have ever been."""
+    intervals = list(problem.intervals)
+    for index, number in enumerate(numbers):
+        most_bytes = record.data[number].most_bytes
+        if most_bytes and not intervals[index].together:
+            intervals[index] = replace(intervals[index], size_bytes=most_bytes)
+    return tuple(intervals)
+
+
 def _usual(planned: Ready) -> Waiting:
     """For each copy the median of the passes that were timed. One of them may be delayed by
     something else, and in the first one, right after planning, the device may wait for the host
@@ -638,10 +677,11 @@ def _served(longer: PassRecord, alike: Sequence[PassKind]) -> int:
 
 def _serves(longer: PassRecord, other: PassRecord) -> bool:
     """The other one saves what this one saves, in the same modules or in layers that are alike, but
-    for some that it lacks."""
-    rest = iter(_saves(longer))
-    return all(each in rest for each in _saves(other))
+    for some that it lacks, and for sizes that vary."""
+    rest = iter(longer.data)
+    return all(any(_stands_for(one, each) for one in rest) for each in other.data)
 
 
-def _saves(record: PassRecord) -> list[tuple[str, int]]:
-    return [(without_numbers(datum.module), datum.size_bytes) for datum in record.data]
+def _stands_for(one: SavedTensor, other: SavedTensor) -> bool:
+    alike = without_numbers(one.module) == without_numbers(other.module)
+    return alike and (one.size_bytes == other.size_bytes or one.most_bytes > 0)

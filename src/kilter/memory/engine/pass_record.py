@@ -75,6 +75,9 @@ class SavedTensor:
     """The recipe was measured to take this, once its result was found bitwise equal."""
     module: str = ""
     """It was saved in the call of the module with this path, as `ModulePaths` has it."""
+    most_bytes: int = 0
+    """Passes that differ from this one in sizes alone have saved up to so much here; 0 where they
+    have saved as much as this one."""
 
 
 class HeldBytes(NamedTuple):
@@ -151,6 +154,8 @@ class PassRecord:
     older_bytes: int = 0
     """Saved tensors of older graphs that the engine follows had up to so many bytes then, on the
     device and on the host."""
+    tried_as: tuple[int, ...] = ()
+    """How tensors are recomputed was tried in a pass with these events, last of all."""
 
     @property
     def whole(self) -> bool:
@@ -162,6 +167,11 @@ class PassRecord:
     def fingerprint(self) -> str:
         """Of the events, by which another run recognises passes of this kind."""
         return hashlib.sha256(repr(self.events).encode()).hexdigest()[:16]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd keeps in such a pass."""
+        return sum(datum.size_bytes for datum in self.data)
 
     @property
     def peak_bytes(self) -> int:
@@ -184,8 +194,7 @@ class PassRecord:
         return found
 
     def merge(self, other: PassRecord) -> None:
-        """Take over what another pass with the same events has seen."""
-        assert self.events == other.events
+        """Take over what another pass has seen that differs in sizes alone, or not at all."""
         self.passes += other.passes
         self.begin_bytes = min(self.begin_bytes, other.begin_bytes)
         self.older_bytes = max(self.older_bytes, other.older_bytes)
@@ -194,6 +203,9 @@ class PassRecord:
         levels = zip(self.level_bytes, other.level_bytes, strict=True)
         self.level_bytes = [max(pair) for pair in levels]
         for mine, theirs in zip(self.data, other.data, strict=True):
+            most_bytes = max(mine.most_bytes, theirs.most_bytes)
+            if most_bytes or mine.size_bytes != theirs.size_bytes:
+                mine.most_bytes = max(most_bytes, mine.size_bytes, theirs.size_bytes)
             for moment in ("free_at", "needed_at"):
                 seen = (getattr(mine, moment), getattr(theirs, moment))
                 known = [event for event in seen if event is not None]
@@ -201,14 +213,21 @@ class PassRecord:
                 both = len(known) == 2 or not latest
                 setattr(mine, moment, (max if latest else min)(known) if known and both else None)
 
-    def learn(self, tried: PassRecord) -> None:
-        """Take over what a trial has found out about recomputing tensors."""
-        assert self.events == tried.events
+    def learn(self, tried: PassRecord) -> bool:
+        """Take over what a trial has found out about recomputing tensors. Whether that is enough:
+        where the pass that was tried had other sizes, one of again other sizes has to show the
+        same."""
+        of_this = tried.events == self.events
+        again = self.tried_as not in ((), tried.events)
         for mine, theirs in zip(self.data, tried.data, strict=True):
+            refuted = again and mine.recompute_s is None
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
-            mine.recompute_s, mine.version = theirs.recompute_s, theirs.version
+            mine.recompute_s = None if refuted else theirs.recompute_s
+            mine.version = theirs.version
             mine.closed, mine.in_backward = theirs.closed, theirs.in_backward
-        self.segments = tried.segments
+        self.segments = tried.segments if of_this else ()
+        self.tried_as = tried.events
+        return of_this or again
 
     def absence(
         self, datum: SavedTensor, peak_at: int, *, offload: bool = True, recompute: bool = True

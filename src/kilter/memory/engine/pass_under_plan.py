@@ -180,13 +180,18 @@ class PassUnderPlan:
         if self._left_out.may:
             known = store.find(tensor, key, within)
             found = self._finds_event(plan, size_bytes, known)
-            if not (found or known is None or plan.segments) and self._left_out.takes_extra():
-                return store.view(known, tensor)
-        if plan.steps[self.at.event].expected != size_bytes:
+            if not found and self._is_extra(plan, known):
+                if known is not None:
+                    return store.view(known, tensor)
+                return store.kept(tensor, use_code(len(plan.events)), within)
+        else:
+            found = plan.steps[self.at.event].expected == size_bytes
+        if not found:
             plan = self._switch(plan, size_bytes)
             if plan is None:
                 return None
-        _, number, due, followed, read, recomputed, called, version = plan.steps[self.at.event]
+        step = plan.steps[self.at.event]
+        expected, number, due, followed, read, recomputed, called, version, _ = step
         saved = store.find(tensor, key, within) if followed else None
         if followed and saved is not moves.followed(number):
             self._drop(plan)
@@ -195,9 +200,13 @@ class PassUnderPlan:
         if due is not None or moves.overdue or self.measured:
             self._issue(plan, due)
         if not followed:
+            if size_bytes != expected:
+                self._left_out.sizes[number] = size_bytes
             return store.kept(tensor, use_code(number), within)
         if saved is not None:
             return store.view(saved, tensor)
+        if size_bytes != expected and not self._left_out.takes_size(plan, step, size_bytes):
+            return store.kept(tensor, use_code(number), within)
         saved = store.save(tensor, size_bytes, key, within, number)
         moves.follow(number, saved)
         if called:
@@ -231,7 +240,7 @@ class PassUnderPlan:
             event = left_out.uses_at(plan, self.at.event, code, followed) if may else None
             if event is not None:
                 self._go_on(plan, event)
-            elif may and left_out.takes_extra():
+            elif may and left_out.takes_extra(self.at.event):
                 return True
             else:
                 plan = self._switch(plan, code)
@@ -309,7 +318,8 @@ class PassUnderPlan:
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""
         other = self._kinds.branch(before, self.at.event, code)
-        if other is not None and self._moves.on_host_alike(before, other):
+        alike = not self._left_out.sizes
+        if alike and other is not None and self._moves.on_host_alike(before, other):
             self._follow(other)
             self.segments.dropped()
             return other
@@ -320,18 +330,26 @@ class PassUnderPlan:
         """Whether the plan has an event for a tensor of this size that is saved now, in a pass that
         may leave out events before. If so, go on there. `saved`: it is followed already."""
         step = plan.steps[self.at.event]
-        followed = self._moves.followed
-        if step.expected == size_bytes and (not step.followed or followed(step.number) is saved):
+        followed, left_out = self._moves.followed, self._left_out
+        comes = left_out.comes(step, size_bytes)
+        if comes and (not step.followed or followed(step.number) is saved):
             return True
         if plan.segments:  # a call belongs to its own module
             self._kinds.call_failed(plan)
             return False
         if saved is not None:
             return False
-        event = self._left_out.saves_at(plan, self.at.event, size_bytes, followed)
+        event = left_out.saves_at(plan, self.at.event, size_bytes, followed)
         if event is not None:
             self._go_on(plan, event)
         return event is not None
+
+    def _is_extra(self, plan: Ready, saved: Saved | None) -> bool:
+        """Whether nothing is to be done for what is saved now, which the plan does not expect: it
+        is followed already, or sizes vary, and it was too small to be followed before."""
+        if plan.segments or not (saved or any(step.varies for step in plan.steps)):
+            return False
+        return self._left_out.takes_extra(self.at.event)
 
     def _go_on(self, plan: Ready, event: int) -> None:
         """Issue what is due before this event, which comes now."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+
+from kilter.memory.engine.aliases import view_of
 from kilter.memory.engine.pass_record import (
     FOREIGN,
     PassRecord,
@@ -22,9 +25,6 @@ from kilter.memory.engine.resolved import ResolvedRecipes
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Due(NamedTuple):
@@ -63,6 +63,8 @@ class ReadyStep(NamedTuple):
     """A call is recomputed that makes it."""
     version: int = 0
     """How often a tensor that is saved had been written to before, when recipes were tried."""
+    varies: bool = False
+    """The tensor that is saved has other sizes in other passes."""
 
     @property
     def kind(self) -> StepKind:
@@ -115,7 +117,7 @@ class Ready:
     packed_steps: tuple[bytes, bytes]
     """What the compiled library needs of them."""
     places: dict[int, tuple[int, int]]
-    """Each tensor, by number, has its offset and size in the arena."""
+    """Each tensor, by number, has its offset and so much room in the arena."""
     beside_bytes: list[int]
     """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -137,12 +139,25 @@ class Ready:
 
     def settle_in(self, arena: torch.Tensor) -> None:
         """From here on tensors are offloaded to this arena."""
+        saves = zip(self.events, self.steps, strict=False)
+        sizes = {step.number: code for code, step in saves if code > 0}
         self.hosts = {
-            number: arena[offset : offset + size_bytes]
-            for number, (offset, size_bytes) in self.places.items()
+            number: arena[offset : offset + sizes[number]]
+            for number, (offset, _) in self.places.items()
         }
         for other in self.others.values():
             other.settle_in(arena)
+
+    def fit(self, number: int, size_bytes: int) -> bool:
+        """Have the tensor with this number offloaded in this size from here on. `False` if there is
+        no room for it in the arena."""
+        host = self.hosts.get(number)
+        if host is None:
+            return True
+        begin, room_bytes = host.storage_offset() * host.itemsize, self.places[number][1]
+        if size_bytes <= room_bytes:
+            self.hosts[number] = view_of(host, torch.uint8, (size_bytes,), (1,), begin)
+        return size_bytes <= room_bytes
 
 
 def ready(
@@ -199,7 +214,8 @@ def ready(
         expected = code if used else record.data[number].size_bytes
         roles = (number in followed, number in read, number in recomputed, number in members)
         version = 0 if used else record.data[number].version
-        step = ReadyStep(expected, number, due if any(due) else None, *roles, version)
+        varies = not used and record.data[number].most_bytes > 0
+        step = ReadyStep(expected, number, due if any(due) else None, *roles, version, varies)
         steps.append(step)
         modules.append(record.data[number].module if number >= 0 else "")
     change = [0] * (count + 1)

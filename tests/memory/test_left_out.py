@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kilter.memory.engine import Swapper, SwapReport
 from kilter.memory.plan.problem import Link
+from kilter.memory.usable_bytes import countable_bytes
 
 WIDTH, ROWS = 16, 64
 BLOCK_BYTES = 4 * ROWS * WIDTH * 6
@@ -272,3 +273,38 @@ def test_one_plan_serves_a_loop_over_experts(bytes_per_s: float) -> None:
     assert end.highest_bytes <= 1.05 * budget_bytes  # later passes save more than those watched
     assert end.in_bytes > 0
     assert end.recomputed > 0 or bytes_per_s == 1e9
+
+
+class Rising(SteadyStandIn):
+    """Tells of what is in use only the most so far."""
+
+    most_bytes = 0
+
+    def peak_so_far_bytes(self) -> int:
+        return self.most_bytes
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a pass", "between passes"])
+def test_a_pass_above_the_budget_is_planned_for_less(within: bool) -> None:
+    device, budget_bytes = Rising(spoil=True), int(0.6 * 8 * BLOCK_BYTES)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    begun = iter(range(100))
+
+    def make() -> nn.Module:
+        net = Detector(5, 3)
+        where = net.register_forward_hook if within else net.register_forward_pre_hook
+        where(lambda *_: rise(next(begun)))
+        return net
+
+    def rise(number: int) -> None:
+        if number == 60:
+            device.most_bytes = budget_bytes + 1000
+
+    with Swapper(device, budget_bytes=budget_bytes, link=link, min_bytes=1024) as swapper:
+        trained(make, 70, swapper)
+        (plan,) = swapper.plans()
+        report = swapper.report()
+    assert report.deviations == 0
+    less_bytes = 1000 if within else 0
+    assert plan.problem.budget_bytes == countable_bytes(budget_bytes) - less_bytes
+    assert (report.most_bytes == budget_bytes + 1000) is within

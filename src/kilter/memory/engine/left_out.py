@@ -41,15 +41,26 @@ class LeftOut:
         """The tensors with these numbers have so many bytes, otherwise than planned."""
         self._fitted: list[tuple[Ready, int, int]] = []
         """In these plans the tensor with this number is to have so many bytes in the next pass."""
+        self._most_bytes: int | None = None
+        """At most so much was in use until the pass began."""
 
-    def begin(self, *, may: bool) -> None:
-        """A pass begins."""
+    def begin(self, *, may: bool, most_bytes: int | None) -> None:
+        """A pass begins. So much was in use before at most, if that is known."""
         self.may, self.some, self._extra = may, False, 0
+        self._most_bytes = most_bytes
         self._used.clear()
         self.sizes.clear()
         for plan, number, size_bytes in self._fitted:
             plan.fit(number, size_bytes)
         self._fitted.clear()
+
+    def peak_bytes(self, most_bytes: int | None) -> int | None:
+        """Of the pass, which is over, if it had other sizes than planned and took more than all
+        before it: `most_bytes`."""
+        before_bytes = self._most_bytes
+        if not self.sizes or before_bytes is None or most_bytes is None:
+            return None
+        return most_bytes if most_bytes > before_bytes else None
 
     def comes(self, step: ReadyStep, size_bytes: int) -> bool:
         """Whether a tensor of this size is saved at this event of the plan."""

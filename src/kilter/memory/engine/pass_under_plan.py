@@ -104,7 +104,10 @@ class PassUnderPlan:
         library take part and gives its `Position`, or None (`TensorHooks.use_library`)."""
         self.at.event = 0
         self.deviated = False
-        self._left_out.begin(may=may_leave_out)
+        self._left_out.begin(
+            may=may_leave_out,
+            most_bytes=self._store.backend.peak_so_far_bytes() if may_leave_out else None,
+        )
         self._moves.begin()
         self._reader.begin(self._store.compiled)
         self.measured = plan is None or self._kinds.measures(plan, budget_bytes)
@@ -277,8 +280,13 @@ class PassUnderPlan:
 
     def over(self, budget_bytes: int) -> None:
         """Nothing that was saved in the pass is left."""
+        plan, left_out = self.plan, self._left_out
         if self.measured:
             self._measure(budget_bytes, in_use=False)
+        elif plan is not None and left_out.may:
+            peak_bytes = left_out.peak_bytes(self._store.backend.peak_so_far_bytes())
+            if peak_bytes is not None and peak_bytes > budget_bytes:
+                self._kinds.measured(plan, peak_bytes, budget_bytes)
 
     def _measure(self, budget_bytes: int, *, in_use: bool) -> None:
         """The peak of a pass is taken when backward uses its last tensor; of one without a backward

@@ -93,9 +93,9 @@ class LeftOut:
             and not (steps[at].followed and followed(steps[at].number))
         ]
         found = [at for at in rest if steps[at].expected == size_bytes and not steps[at].varies]
-        vary = [at for at in rest if steps[at].varies and plan.events[at] > 0]
-        same = [at for at in (*found, *vary) if plan.modules[at] == module]
-        best = next(iter(same or found), event if event in vary else None)
+        resized = [at for at in rest if plan.events[at] > 0]
+        same = [at for at in (*found, *resized) if plan.modules[at] == module]
+        best = next(iter(same or found), event if event in resized else None)
         if best is not None and best != event:
             self.some, self._extra = True, 0
         return best

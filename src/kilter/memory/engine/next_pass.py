@@ -223,6 +223,8 @@ class NextPass:
         """The present pass had these events; None: they are not known, or others than those of its
         plan from its event number `event` on. `deviated` says that it departed from its plan."""
         self._deviations.pass_ended(deviated=deviated)
+        if deviated and self._begun is not None:
+            self._kinds.departed(self._begun.events[0])
         if self._scaled is not None:
             self.sizes.ended(as_expected=not deviated)
         if self._expected is not None:

@@ -6,6 +6,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
 from kilter.memory.engine.host import HostArena
+from kilter.memory.engine.left_out import MOST_EXTRA
 from kilter.memory.engine.other_sizes import structure
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor
 from kilter.memory.engine.plan_feedback import (
@@ -164,8 +166,9 @@ class PassKinds:
         """What is tried in the present pass was not seen before."""
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
-        self._differ: set[int] = set()
-        """Many kinds of passes have begun with one of these events."""
+        self._departures: Counter[int] = Counter()
+        """So many passes that began with this event have departed from every plan. It is
+        `MANY_ALIKE` where so many kinds begin with it."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(store.backend)
@@ -268,7 +271,11 @@ class PassKinds:
 
     def differ(self, first: int) -> bool:
         """Many kinds begin with this event: the plans of longer ones serve others."""
-        return first in self._differ
+        return self._departures[first] >= MANY_ALIKE
+
+    def vary(self, first: int) -> bool:
+        """Some kinds that begin with this event differ in sizes alone."""
+        return any(kind.record.varies for kind in self.alike(first))
 
     def candidate(self, steps: int, first: int, *, planned: bool) -> PassKind | None:
         """One that was watched long enough, has no plan yet, and begins with this event. `planned`
@@ -277,9 +284,7 @@ class PassKinds:
         alike, trials = self.alike(first), MAX_TRIALS
         differ = self.differ(first)
         if differ:  # the longest may come seldom
-            alike.sort(
-                key=lambda kind: (not kind.tried, -len(kind.record.data), -kind.record.saved_bytes)
-            )
+            alike.sort(key=_first_to_try)
             planned, trials = False, MANY_ALIKE * MAX_TRIALS
         for kind in alike:
             if not kind.tried and kind.trials < trials:
@@ -312,11 +317,12 @@ class PassKinds:
 
     def watched(self, record: PassRecord, *, weighed: bool) -> None:
         """A pass was watched to its end; `weighed` if the optimizer's state was there."""
-        kind = self._by_events.get(record.events) or self._of_other_sizes(record)
-        self.attention.met(useful=kind is not None and kind.plan is None)
-        if kind is not None:
-            if record.events != kind.record.events:
-                record = self._exchange_record(kind, record)
+        kind = self._by_events.get(record.events)
+        like = kind or self._of_other_sizes(record)
+        self.attention.met(useful=like is not None and like.plan is None)
+        if kind is None and like is not None:
+            self._join(like, PassKind(record, weighed=weighed))
+        elif kind is not None:
             if weighed and not kind.weighed:  # the passes before had no optimizer state beside them
                 kind.record.begin_bytes = record.begin_bytes
             kind.record.merge(record)
@@ -335,18 +341,37 @@ class PassKinds:
         found = [kind for kind in self.alike(record.events[0]) if kind.structure == wanted]
         return max(found, key=lambda kind: (bool(kind.plan), kind.record.saved_bytes), default=None)
 
-    def _exchange_record(self, kind: PassKind, record: PassRecord) -> PassRecord:
-        """The larger one of two that differ in sizes alone stands for both, unless a plan was made
-        for the other. Gives the one that does not."""
-        before = kind.record
-        if kind.plan is not None or record.saved_bytes <= before.saved_bytes:
-            return record
-        record.learn(before)
-        record.tried_as = before.tried_as
-        del self._by_events[before.events]
-        self._by_events[record.events] = kind
-        kind.record = record
-        return before
+    def departed(self, first: int) -> None:
+        """A pass that began with this event has departed from every plan. Where that comes again
+        and again, and sizes alone differ, the kinds become one: their order is not foreseen."""
+        alike = self.alike(first)
+        if not self.differ(first) and len({kind.structure for kind in alike}) < len(alike):
+            self._departures[first] += 1
+            if self.differ(first):
+                self._join_all(first)
+
+    def _join_all(self, first: int) -> None:
+        """Of kinds that begin so and differ in sizes alone one stays."""
+        for kind in self.alike(first):
+            like = self._of_other_sizes(kind.record)
+            if like is not None and like is not kind:
+                self._join(like, kind)
+                like.outdated = like.plan is not None
+
+    def _join(self, one: PassKind, other: PassKind) -> None:
+        """Of two kinds that differ in sizes alone the one with a plan stays, or else the larger
+        one, and knows what is known of the other."""
+
+        def worth(kind: PassKind) -> tuple[bool, int]:
+            return kind.plan is not None, kind.record.saved_bytes
+
+        stays, goes = sorted((one, other), key=worth, reverse=True)
+        self._by_events.pop(goes.record.events, None)
+        self._by_events[stays.record.events] = stays
+        stays.record.merge(goes.record)
+        stays.weighed |= goes.weighed
+        if goes.record.tried_as:
+            stays.tried |= stays.record.learn(goes.record)
 
     def _add(self, kind: PassKind) -> None:
         if not kind.record.events:  # an exception has ended the first hook of the pass
@@ -360,13 +385,10 @@ class PassKinds:
             del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
         self._by_events[kind.record.events] = kind
         if not self.differ(first) and _many(self.alike(first)):
-            self._differ.add(first)
+            self._departures[first] = MANY_ALIKE
             for other in planned:
                 self._serve_by(other)
-            for other in self.alike(first):
-                if other.plan is None and self._of_other_sizes(other.record) is not other:
-                    del self._by_events[other.record.events]
-                    self.watched(other.record, weighed=other.weighed)
+            self._join_all(first)
 
     def has_room(self, record: PassRecord) -> bool:
         """A pass like this could keep everything: in a trial what recipes read comes back early."""
@@ -664,6 +686,14 @@ def _usual(planned: Ready) -> Waiting:
     return Waiting(out_s=out_s, in_s=in_s)
 
 
+def _first_to_try(kind: PassKind) -> tuple[int, ...]:
+    """Where many kinds begin alike: those that many passes differ from in sizes alone, then those
+    that save the most."""
+    record = kind.record
+    passes = record.passes if record.varies else 0
+    return not kind.tried, -passes, -len(record.data), -record.saved_bytes
+
+
 def _many(alike: Sequence[PassKind]) -> bool:
     """Plans for a few of them have to do."""
     longest = max(alike, key=lambda kind: len(kind.record.data)).record
@@ -677,9 +707,14 @@ def _served(longer: PassRecord, alike: Sequence[PassKind]) -> int:
 
 def _serves(longer: PassRecord, other: PassRecord) -> bool:
     """The other one saves what this one saves, in the same modules or in layers that are alike, but
-    for some that it lacks, and for sizes that vary."""
-    rest = iter(longer.data)
-    return all(any(_stands_for(one, each) for one in rest) for each in other.data)
+    for some that it lacks, and for sizes that vary. Where they do, it may save a few more."""
+    at, more = 0, 0
+    for each in other.data:
+        rest = enumerate(longer.data[at:], at + 1)
+        after = next((index for index, one in rest if _stands_for(one, each)), None)
+        more += after is None
+        at = after or at
+    return more <= (MOST_EXTRA if longer.varies else 0)
 
 
 def _stands_for(one: SavedTensor, other: SavedTensor) -> bool:

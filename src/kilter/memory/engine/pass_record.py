@@ -174,6 +174,11 @@ class PassRecord:
         return sum(datum.size_bytes for datum in self.data)
 
     @property
+    def varies(self) -> bool:
+        """Passes were seen that differ from this one in sizes alone."""
+        return any(datum.most_bytes for datum in self.data)
+
+    @property
     def peak_bytes(self) -> int:
         return max(self.level_bytes)
 
@@ -217,8 +222,9 @@ class PassRecord:
         """Take over what a trial has found out about recomputing tensors. Whether that is enough:
         where the pass that was tried had other sizes, one of again other sizes has to show the
         same."""
-        of_this = tried.events == self.events
-        again = self.tried_as not in ((), tried.events)
+        tried_as = tried.tried_as or tried.events
+        of_this = tried_as == self.events
+        again = self.tried_as not in ((), tried_as)
         for mine, theirs in zip(self.data, tried.data, strict=True):
             refuted = again and mine.recompute_s is None
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
@@ -226,7 +232,7 @@ class PassRecord:
             mine.version = theirs.version
             mine.closed, mine.in_backward = theirs.closed, theirs.in_backward
         self.segments = tried.segments if of_this else ()
-        self.tried_as = tried.events
+        self.tried_as = tried_as
         return of_this or again
 
     def absence(

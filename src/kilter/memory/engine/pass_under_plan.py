@@ -355,7 +355,7 @@ class PassUnderPlan:
     def _is_extra(self, plan: Ready, saved: Saved | None) -> bool:
         """Whether nothing is to be done for what is saved now, which the plan does not expect: it
         is followed already, or sizes vary, and it was too small to be followed before."""
-        if plan.segments or not (saved or any(step.varies for step in plan.steps)):
+        if plan.segments or not (saved or self._kinds.vary(plan.events[0])):
             return False
         return self._left_out.takes_extra(self.at.event)
 

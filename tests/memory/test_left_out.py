@@ -111,16 +111,22 @@ class Tasks(nn.Module):
 
 
 class Detector(nn.Module):
-    """Blocks for all rows, and some more for as many rows as were found."""
+    """Blocks for all rows, and some more for as many rows as were found. Now and then these pass
+    another layer before."""
 
-    def __init__(self, blocks: int, more: int) -> None:
+    def __init__(self, blocks: int, more: int, each: int = 1, seldom: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
         self.more = nn.Sequential(*(Block() for _ in range(more)))
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.each, self.seldom = each, seldom
 
     def forward(self, x: Tensor) -> Tensor:
-        found = torch.randperm(ROWS)[: random.randint(ROWS // 4, ROWS)]
-        last: Tensor = self.more(self.blocks(x)[found]).log_softmax(-1)
+        found = torch.randperm(ROWS)[: random.randrange(ROWS // 4, ROWS + 1, self.each)]
+        y = self.blocks(x)[found]
+        if random.random() < self.seldom:
+            y = torch.tanh(self.before(y))
+        last: Tensor = self.more(y).log_softmax(-1)
         return last
 
 
@@ -260,6 +266,27 @@ def test_one_plan_serves_passes_that_end_in_other_sizes_each_time(
     assert end.highest_bytes <= budget_bytes
     assert end.in_bytes > 0
     assert end.recomputed > 0 or bytes_per_s == 1e9
+
+
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("bytes_per_s", [1e9, 3e6], ids=["offloaded", "recomputed"])
+def test_a_layer_that_comes_seldom_needs_no_plan_of_its_own(bytes_per_s: float) -> None:
+    budget_bytes = int(0.6 * 8 * BLOCK_BYTES)
+    end, planned, otherwise = compared(
+        lambda: Detector(4, 4, seldom=0.15), 100, budget_bytes, bytes_per_s
+    )
+    assert (planned, otherwise) == (49, 0)
+    assert end.highest_bytes <= 1.02 * budget_bytes
+    assert end.recomputed > 0 or bytes_per_s == 1e9
+
+
+def test_a_few_sizes_in_no_order_come_to_share_a_plan() -> None:
+    budget_bytes = int(0.6 * 8 * BLOCK_BYTES)
+    end, planned, otherwise = compared(
+        lambda: Detector(5, 3, each=ROWS // 4), 300, budget_bytes, 1e9
+    )
+    assert planned > 5 * otherwise
+    assert end.highest_bytes <= budget_bytes
 
 
 @pytest.mark.usefixtures("recorder")

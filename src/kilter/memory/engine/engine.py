@@ -463,7 +463,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._demand.begin(first)
         within = store.begin(stream, self._pass_is_over)
         self._collector.hold()
-        candidate, watched, plan, may_leave_out = self._next.begin(
+        candidate, watched, plan, may_differ = self._next.begin(
             first,
             self.budget_bytes,
             may_plan=self.may_plan,
@@ -483,7 +483,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         elif plan is None:
             self._collector.let_go()
         use_library = self.hooks.use_library
-        planned.begin(plan, self.budget_bytes, use_library, may_leave_out=may_leave_out)
+        planned.begin(plan, self.budget_bytes, use_library, may_differ=may_differ)
         planned.segments.begin_pass(self._watch, plan)
         return within
 

@@ -20,6 +20,8 @@ class ModulePaths:
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], str] = {}
+        self.outermost = True
+        """The module that was asked for last is called by no other one."""
 
     def present(self) -> str:
         """Of the innermost module whose call is running in this thread, from the outermost one on:
@@ -32,6 +34,7 @@ class ModulePaths:
                 calls.append(frame.f_locals["self"])
             frame = frame.f_back
         calls.reverse()
+        self.outermost = len(calls) < 2
         names = [self._name(outer, inner) for outer, inner in pairwise(calls)]
         return ".".join(names) if names else "".join(type(one).__name__ for one in calls)
 

@@ -152,8 +152,8 @@ class Beginning(NamedTuple):
     """It is taken for a pass of this kind, and the recipes of that kind are tried in it."""
     watched: bool
     plan: Ready | None
-    may_leave_out: bool
-    """It may lack some events of its plan."""
+    may_differ: bool
+    """It may differ from its plan: lack some events, or have tensors of other sizes."""
 
 
 class NextPass:
@@ -207,7 +207,7 @@ class NextPass:
         if watched or older_in_arena:
             begun = plan = self._scaled = None
         self._begun = plan
-        return Beginning(candidate, watched, begun, may_leave_out=differ and begun is plan)
+        return Beginning(candidate, watched, begun, may_differ=differ and begun is plan)
 
     def _look_at_other_sizes(self, first: int, budget_bytes: int) -> None:
         """Where shapes keep changing, take the plan of a larger pass, or try what is expected."""
@@ -223,8 +223,8 @@ class NextPass:
         """The present pass had these events; None: they are not known, or others than those of its
         plan from its event number `event` on. `deviated` says that it departed from its plan."""
         self._deviations.pass_ended(deviated=deviated)
-        if deviated and self._begun is not None:
-            self._kinds.departed(self._begun.events[0])
+        if self._begun is not None:
+            self._kinds.ended(self._begun.events[0], departed=deviated)
         if self._scaled is not None:
             self.sizes.ended(as_expected=not deviated)
         if self._expected is not None:

@@ -7,7 +7,7 @@ replaced by one for a smaller budget. Kinds are distinguished by their events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -19,10 +19,10 @@ from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import HostMemoryError
 from kilter.memory.engine.call_choice import CallChoice, Segments
+from kilter.memory.engine.differences import MOST_EXTRA
 from kilter.memory.engine.host import HostArena
-from kilter.memory.engine.left_out import MOST_EXTRA
 from kilter.memory.engine.other_sizes import structure
-from kilter.memory.engine.pass_record import PassRecord, SavedSegment, SavedTensor
+from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.plan_feedback import (
     LISTEN_EVERY,
     MAX_ANSWERS,
@@ -166,9 +166,9 @@ class PassKinds:
         """What is tried in the present pass was not seen before."""
         self._kept: dict[str, KeptCalls] = {}
         """What an earlier run has chosen, by the fingerprint of the kind of pass."""
-        self._departures: Counter[int] = Counter()
-        """So many passes that began with this event have departed from every plan. It is
-        `MANY_ALIKE` where so many kinds begin with it."""
+        self._departures: dict[int, float] = {}
+        """So many passes that began with this event have departed from every plan; one that did not
+        makes up for half of one that did. It is `MANY_ALIKE` where so many kinds begin with it."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(store.backend)
@@ -271,7 +271,7 @@ class PassKinds:
 
     def differ(self, first: int) -> bool:
         """Many kinds begin with this event: the plans of longer ones serve others."""
-        return self._departures[first] >= MANY_ALIKE
+        return self._departures.get(first, 0.0) >= MANY_ALIKE
 
     def vary(self, first: int) -> bool:
         """Some kinds that begin with this event differ in sizes alone."""
@@ -341,12 +341,14 @@ class PassKinds:
         found = [kind for kind in self.alike(record.events[0]) if kind.structure == wanted]
         return max(found, key=lambda kind: (bool(kind.plan), kind.record.saved_bytes), default=None)
 
-    def departed(self, first: int) -> None:
-        """A pass that began with this event has departed from every plan. Where that comes again
-        and again, and sizes alone differ, the kinds become one: their order is not foreseen."""
+    def ended(self, first: int, *, departed: bool) -> None:
+        """A pass that began with this event, under a plan, has ended. Where such passes depart from
+        every plan again and again, and sizes alone differ, the kinds become one: their order is not
+        foreseen."""
         alike = self.alike(first)
         if not self.differ(first) and len({kind.structure for kind in alike}) < len(alike):
-            self._departures[first] += 1
+            before = self._departures.get(first, 0.0)
+            self._departures[first] = max(0.0, before + (1 if departed else -0.5))
             if self.differ(first):
                 self._join_all(first)
 
@@ -708,15 +710,12 @@ def _served(longer: PassRecord, alike: Sequence[PassKind]) -> int:
 def _serves(longer: PassRecord, other: PassRecord) -> bool:
     """The other one saves what this one saves, in the same modules or in layers that are alike, but
     for some that it lacks, and for sizes that vary. Where they do, it may save a few more."""
-    at, more = 0, 0
-    for each in other.data:
-        rest = enumerate(longer.data[at:], at + 1)
-        after = next((index for index, one in rest if _stands_for(one, each)), None)
-        more += after is None
-        at = after or at
-    return more <= (MOST_EXTRA if longer.varies else 0)
+    vary = {without_numbers(datum.module) for datum in longer.data if datum.most_bytes}
+    more = _saves(other, vary) - _saves(longer, vary)
+    return more.total() <= (MOST_EXTRA if vary else 0)
 
 
-def _stands_for(one: SavedTensor, other: SavedTensor) -> bool:
-    alike = without_numbers(one.module) == without_numbers(other.module)
-    return alike and (one.size_bytes == other.size_bytes or one.most_bytes > 0)
+def _saves(record: PassRecord, vary: Set[str]) -> Counter[tuple[str, int]]:
+    """How many tensors of each size modules that are alike save; these in sizes that vary."""
+    paths = ((without_numbers(datum.module), datum.size_bytes) for datum in record.data)
+    return Counter((path, 0 if path in vary else size_bytes) for path, size_bytes in paths)

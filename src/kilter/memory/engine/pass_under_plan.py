@@ -18,7 +18,7 @@ import torch
 
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
-from kilter.memory.engine.left_out import LeftOut
+from kilter.memory.engine.differences import Differences, code_of_extra
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_kinds import TUNED, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, use_code
@@ -84,7 +84,7 @@ class PassUnderPlan:
         """The compiled library may see to the events."""
         self.deviated = False
         """The present pass has departed from its plan."""
-        self._left_out = LeftOut()
+        self._differences = Differences()
         self._older: list[weakref.ref[Saved]] = []
         """These tensors of earlier passes were in the plans' host memory when the last pass
         began."""
@@ -98,15 +98,15 @@ class PassUnderPlan:
         budget_bytes: int,
         use_library: Callable[..., Position | None],
         *,
-        may_leave_out: bool,
+        may_differ: bool,
     ) -> None:
-        """A pass begins, which may lack some events of its plan. `use_library` has the compiled
+        """A pass begins, which may differ from its plan. `use_library` has the compiled
         library take part and gives its `Position`, or None (`TensorHooks.use_library`)."""
         self.at.event = 0
         self.deviated = False
-        self._left_out.begin(
-            may=may_leave_out,
-            most_bytes=self._store.backend.peak_so_far_bytes() if may_leave_out else None,
+        self._differences.begin(
+            may=may_differ,
+            most_bytes=self._store.backend.peak_so_far_bytes() if may_differ else None,
         )
         self._moves.begin()
         self._reader.begin(self._store.compiled)
@@ -150,7 +150,7 @@ class PassUnderPlan:
                 self._kinds.peaks.counted(plan, held_bytes)
         if plan is None:
             return None
-        if self.at.event < (plan.last_save + 1 if self._left_out.some else len(plan.events)):
+        if self.at.event < (plan.last_save + 1 if self._differences.some else len(plan.events)):
             counts.deviations += 1
             self.deviated = True
             return None
@@ -159,7 +159,7 @@ class PassUnderPlan:
         if waits is not None:
             waits.over()
             self._kinds.waited(plan, waits)
-        return None if self._left_out.some else plan.events
+        return None if self._differences.some else plan.events
 
     def older_in_arena(self) -> bool:
         """Between two passes: tensors of older graphs are in the host memory that all plans share.
@@ -180,13 +180,13 @@ class PassUnderPlan:
         if plan is None:
             return None
         store, moves = self._store, self._moves
-        if self._left_out.may:
+        if self._differences.may:
             known = store.find(tensor, key, within)
             found = self._finds_event(plan, size_bytes, known)
             if not found and self._is_extra(plan, known):
                 if known is not None:
                     return store.view(known, tensor)
-                return store.kept(tensor, use_code(len(plan.events)), within)
+                return store.kept(tensor, code_of_extra(plan), within)
         else:
             found = plan.steps[self.at.event].expected == size_bytes
         if not found:
@@ -204,11 +204,11 @@ class PassUnderPlan:
             self._issue(plan, due)
         if not followed:
             if size_bytes != expected:
-                self._left_out.sizes[number] = size_bytes
+                self._differences.sizes[number] = size_bytes
             return store.kept(tensor, use_code(number), within)
         if saved is not None:
             return store.view(saved, tensor)
-        if size_bytes != expected and not self._left_out.takes_size(plan, step, size_bytes):
+        if size_bytes != expected and not self._differences.takes_size(plan, step, size_bytes):
             return store.kept(tensor, use_code(number), within)
         saved = store.save(tensor, size_bytes, key, within, number)
         moves.follow(number, saved)
@@ -237,13 +237,15 @@ class PassUnderPlan:
         if plan is None:
             return False
         if plan.steps[self.at.event].expected != code:
-            left_out = self._left_out
-            may = left_out.may and code != FOREIGN
+            differences = self._differences
+            may = differences.may and code != FOREIGN
+            if may and code == code_of_extra(plan):
+                return True
             followed = self._moves.followed
-            event = left_out.uses_at(plan, self.at.event, code, followed) if may else None
+            event = differences.uses_at(plan, self.at.event, code, followed) if may else None
             if event is not None:
                 self._go_on(plan, event)
-            elif may and left_out.takes_extra(self.at.event):
+            elif may and differences.takes_extra(self.at.event):
                 return True
             else:
                 plan = self._switch(plan, code)
@@ -280,11 +282,11 @@ class PassUnderPlan:
 
     def over(self, budget_bytes: int) -> None:
         """Nothing that was saved in the pass is left."""
-        plan, left_out = self.plan, self._left_out
+        plan, differences = self.plan, self._differences
         if self.measured:
             self._measure(budget_bytes, in_use=False)
-        elif plan is not None and left_out.may:
-            peak_bytes = left_out.peak_bytes(self._store.backend.peak_so_far_bytes())
+        elif plan is not None and differences.may:
+            peak_bytes = differences.peak_bytes(self._store.backend.peak_so_far_bytes())
             if peak_bytes is not None and peak_bytes > budget_bytes:
                 self._kinds.measured(plan, peak_bytes, budget_bytes)
 
@@ -326,7 +328,7 @@ class PassUnderPlan:
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """The pass departs from its plan: take the plan of a kind that began alike, or none."""
         other = self._kinds.branch(before, self.at.event, code)
-        alike = not self._left_out.sizes
+        alike = not self._differences.sizes
         if alike and other is not None and self._moves.on_host_alike(before, other):
             self._follow(other)
             self.segments.dropped()
@@ -336,10 +338,10 @@ class PassUnderPlan:
 
     def _finds_event(self, plan: Ready, size_bytes: int, saved: Saved | None) -> bool:
         """Whether the plan has an event for a tensor of this size that is saved now, in a pass that
-        may leave out events before. If so, go on there. `saved`: it is followed already."""
+        may differ from it. If so, go on there. `saved`: it is followed already."""
         step = plan.steps[self.at.event]
-        followed, left_out = self._moves.followed, self._left_out
-        comes = left_out.comes(step, size_bytes)
+        followed, differences = self._moves.followed, self._differences
+        comes = differences.comes(step, size_bytes)
         if comes and (not step.followed or followed(step.number) is saved):
             return True
         if plan.segments:  # a call belongs to its own module
@@ -347,7 +349,7 @@ class PassUnderPlan:
             return False
         if saved is not None:
             return False
-        event = left_out.saves_at(plan, self.at.event, size_bytes, followed)
+        event = differences.saves_at(plan, self.at.event, size_bytes, followed)
         if event is not None:
             self._go_on(plan, event)
         return event is not None
@@ -357,7 +359,7 @@ class PassUnderPlan:
         is followed already, or sizes vary, and it was too small to be followed before."""
         if plan.segments or not (saved or self._kinds.vary(plan.events[0])):
             return False
-        return self._left_out.takes_extra(self.at.event)
+        return self._differences.takes_extra(self.at.event)
 
     def _go_on(self, plan: Ready, event: int) -> None:
         """Issue what is due before this event, which comes now."""

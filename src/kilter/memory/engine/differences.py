@@ -1,15 +1,15 @@
-"""Passes that leave out some of what their plan expects, such as layers that are dropped at random,
-or save tensors of other sizes, such as those of the objects that were found in an image.
+"""Passes that differ from what their plan expects: some leave out layers at random, others save
+tensors of other sizes, such as those of the objects that were found in an image.
 
 Where many kinds of passes begin alike, each may be another one. The plan of one with more events
 serves those that lack some of them: they save less at each event. Layers that are alike cannot be
 told apart by their events, so it is the last of them that is found missing. Where a tensor is saved
 that the plan does not expect, the pass goes on at the next event at which the same module saves as
-much, or one of a layer that is alike. Tensors whose sizes have been seen to vary are told by their
-module. In backward it goes on at the use of the tensor, unless the
-plan has moves for another one whose last use comes before. Other uses, and tensors that are saved
-once more, are extra events: nothing is to be done for them. Where sizes vary, so are new tensors,
-which were too small to be followed before.
+much, or one of a layer that is alike. If there is none, it goes on at the next event of the same
+module, before those of modules inside: the tensor has another size. In backward the pass goes on at
+the use of the tensor, unless the plan has moves for another one whose last use comes before. Other
+uses, and tensors that are saved once more, are extra events: nothing is to be done for them. Where
+sizes vary, so are new tensors, which were too small to be followed before.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kilter.memory.engine.module_path import ModulePaths
+from kilter.memory.engine.pass_record import use_code
 from kilter.memory.engine.ready import Ready, ReadyStep
 from kilter.memory.engine.store import Saved
 from kilter.memory.layer_paths import without_numbers
@@ -25,14 +26,19 @@ MOST_EXTRA = 8
 """After so many extra events in a row the pass departs from its plan."""
 
 
-class LeftOut:
-    """What the present pass has left out of its plan so far."""
+def code_of_extra(plan: Ready) -> int:
+    """Event: a tensor is used that this plan does not know."""
+    return use_code(len(plan.events))
+
+
+class Differences:
+    """How the present pass differs from its plan so far."""
 
     def __init__(self) -> None:
         self.may = False
-        """It may leave out some events."""
+        """It may differ."""
         self.some = False
-        """It has."""
+        """It has left out events of the plan."""
         self._used: set[int] = set()
         """The tensors with these numbers were used in an extra event."""
         self._extra, self._extra_at = 0, -1
@@ -64,7 +70,8 @@ class LeftOut:
 
     def comes(self, step: ReadyStep, size_bytes: int) -> bool:
         """Whether a tensor of this size is saved at this event of the plan."""
-        return size_bytes == self.sizes.get(step.number, step.expected)
+        expected = step.expected or 0
+        return expected > 0 and size_bytes == self.sizes.get(step.number, expected)
 
     def takes_size(self, plan: Ready, step: ReadyStep, size_bytes: int) -> bool:
         """A tensor of another size than planned is saved for the first time. `False` if it is to
@@ -84,7 +91,8 @@ class LeftOut:
         """The event of the plan, from `event` on, for a new tensor of this size that the present
         module saves; None if there is none. `followed` gives the tensor of this pass with a number
         of the plan."""
-        module = ModulePaths().present()
+        paths = ModulePaths()
+        module = paths.present()
         alike, steps = without_numbers(module), plan.steps
         rest = [
             at
@@ -93,7 +101,15 @@ class LeftOut:
             and not (steps[at].followed and followed(steps[at].number))
         ]
         found = [at for at in rest if steps[at].expected == size_bytes and not steps[at].varies]
-        resized = [at for at in rest if plan.events[at] > 0]
+        # Those inside of the present module are still to come.
+        inside = (
+            at
+            for at in range(event, plan.last_save + 1)
+            if plan.modules[at] != module
+            and (paths.outermost or plan.modules[at].startswith(f"{module}."))
+        )
+        until = next(inside, plan.last_save + 1)
+        resized = [at for at in rest if plan.events[at] > 0 and at < until]
         same = [at for at in (*found, *resized) if plan.modules[at] == module]
         best = next(iter(same or found), event if event in resized else None)
         if best is not None and best != event:

@@ -14,6 +14,7 @@ sizes vary, so are new tensors, which were too small to be followed before.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from kilter.memory.engine.module_path import ModulePaths
@@ -29,6 +30,22 @@ MOST_EXTRA = 8
 def code_of_extra(plan: Ready) -> int:
     """Event: a tensor is used that this plan does not know."""
     return use_code(len(plan.events))
+
+
+class _Paths:
+    """At which events of a plan modules save."""
+
+    def __init__(self, plan: Ready) -> None:
+        self.plan = plan
+        self.alike: dict[str, list[int]] = {}
+        """By the path of a module, those of all that are alike."""
+        self.containers = set[str]()
+        """Modules inside of these save."""
+        for at in range(plan.last_save + 1):
+            path = plan.modules[at]
+            self.alike.setdefault(without_numbers(path), []).append(at)
+            while path := path.rpartition(".")[0]:
+                self.containers.add(path)
 
 
 class Differences:
@@ -49,6 +66,8 @@ class Differences:
         """In these plans the tensor with this number is to have so many bytes in the next pass."""
         self._most_bytes: int | None = None
         """At most so much was in use until the pass began."""
+        self._paths = ModulePaths()
+        self._of_plan: _Paths | None = None
 
     def begin(self, *, may: bool, most_bytes: int | None) -> None:
         """A pass begins. So much was in use before at most, if that is known."""
@@ -91,24 +110,29 @@ class Differences:
         """The event of the plan, from `event` on, for a new tensor of this size that the present
         module saves; None if there is none. `followed` gives the tensor of this pass with a number
         of the plan."""
-        paths = ModulePaths()
+        paths, steps = self._paths, plan.steps
         module = paths.present()
-        alike, steps = without_numbers(module), plan.steps
+        if steps[event].varies and plan.events[event] > 0 and plan.modules[event] == module:
+            return event  # the usual case where sizes vary, at no cost
+        if self._of_plan is None or self._of_plan.plan is not plan:
+            self._of_plan = _Paths(plan)
+        known = self._of_plan.alike.get(without_numbers(module), [])
         rest = [
             at
-            for at in range(event, plan.last_save + 1)
-            if without_numbers(plan.modules[at]) == alike
-            and not (steps[at].followed and followed(steps[at].number))
+            for at in known[bisect_left(known, event) :]
+            if not (steps[at].followed and followed(steps[at].number))
         ]
         found = [at for at in rest if steps[at].expected == size_bytes and not steps[at].varies]
-        # Those inside of the present module are still to come.
-        inside = (
-            at
-            for at in range(event, plan.last_save + 1)
-            if plan.modules[at] != module
-            and (paths.outermost or plan.modules[at].startswith(f"{module}."))
-        )
-        until = next(inside, plan.last_save + 1)
+        until = plan.last_save + 1
+        if paths.outermost or module in self._of_plan.containers:
+            # What modules inside save is still to come.
+            inside = (
+                at
+                for at in range(event, until)
+                if plan.modules[at] != module
+                and (paths.outermost or plan.modules[at].startswith(f"{module}."))
+            )
+            until = next(inside, until)
         resized = [at for at in rest if plan.events[at] > 0 and at < until]
         same = [at for at in (*found, *resized) if plan.modules[at] == module]
         best = next(iter(same or found), event if event in resized else None)

@@ -4,6 +4,7 @@ Read while a pass is watched; nothing is installed for it."""
 from __future__ import annotations
 
 import sys
+import weakref
 from itertools import pairwise
 from types import FrameType
 
@@ -15,11 +16,15 @@ _CALL = getattr(getattr(torch_internals, "call_of_module", None), "__code__", No
 """The frames of calls have this code; None: in this PyTorch they cannot be told from others."""
 
 
+ModuleReference = weakref.ref[Module]
+
+
 class ModulePaths:
-    """Paths within one pass. Names that were looked for once are kept."""
+    """Names that were looked for once are kept."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[int, int], str] = {}
+        self._names: dict[tuple[int, int], tuple[ModuleReference, ModuleReference, str]] = {}
+        """By the addresses of an outer and an inner module, which others may have later."""
         self.outermost = True
         """The module that was asked for last is called by no other one."""
 
@@ -40,9 +45,10 @@ class ModulePaths:
 
     def _name(self, outer: Module, inner: Module) -> str:
         key = id(outer), id(inner)
-        if key not in self._names:
-            found = (
-                name for name, module in Module.named_modules(outer) if module is inner and name
-            )
-            self._names[key] = next(found, type(inner).__name__)
-        return self._names[key]
+        known = self._names.get(key)
+        if known is not None and known[0]() is outer and known[1]() is inner:
+            return known[2]
+        found = (name for name, module in Module.named_modules(outer) if module is inner and name)
+        name = next(found, type(inner).__name__)
+        self._names[key] = weakref.ref(outer), weakref.ref(inner), name
+        return name

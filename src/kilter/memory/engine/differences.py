@@ -36,7 +36,7 @@ class _Paths:
     """At which events of a plan modules save."""
 
     def __init__(self, plan: Ready) -> None:
-        self.plan = plan
+        self.events = plan.events
         self.alike: dict[str, list[int]] = {}
         """By the path of a module, those of all that are alike."""
         self.containers = set[str]()
@@ -75,6 +75,9 @@ class Differences:
         self._most_bytes = most_bytes
         self._used.clear()
         self.sizes.clear()
+
+    def end(self) -> None:
+        """The pass has ended: the next one begins with the sizes of the plan."""
         for plan, number, size_bytes in self._fitted:
             plan.fit(number, size_bytes)
         self._fitted.clear()
@@ -114,7 +117,7 @@ class Differences:
         module = paths.present()
         if steps[event].varies and plan.events[event] > 0 and plan.modules[event] == module:
             return event  # the usual case where sizes vary, at no cost
-        if self._of_plan is None or self._of_plan.plan is not plan:
+        if self._of_plan is None or self._of_plan.events is not plan.events:
             self._of_plan = _Paths(plan)
         known = self._of_plan.alike.get(without_numbers(module), [])
         rest = [

@@ -143,6 +143,7 @@ class PassUnderPlan:
         """The pass has ended. Gives its events if they were those of its plan."""
         plan, store, counts = self.plan, self._store, self.counts
         waits, store.waits = store.waits, None
+        self._differences.end()
         self.leave()
         if self.measured:
             held_bytes = counts.held_peak_bytes = store.counts.held_peak_bytes
